@@ -1,4 +1,4 @@
-"""A campaign of faults: its parts are found by name, each counts promises kept and broken."""
+"""Run parts of the fault campaign, and record how many trials of each promise failed."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ SHOWN_FAILURES = 20
 
 @dataclass
 class Count:
-    """How often one promise was tried, and what was found where it did not hold."""
+    """The trials of one promise, and a description of each failure."""
 
     promise: str
     trials: int = 0
     failures: list[str] = field(default_factory=list)
 
     def passed(self) -> None:
-        """One more trial, and the promise held."""
+        """Count a trial that passed."""
         self.trials += 1
 
     def failed(self, found: str) -> None:
-        """One more trial, and the promise did not hold."""
+        """Count a trial that failed."""
         self.trials += 1
         self.failures.append(found)
 
     def check(self, held: bool, found: str) -> None:
-        """One more trial; `found` says what was seen where it did not hold."""
+        """Count a trial; `found` describes what was seen if it failed."""
         if held:
             self.passed()
         else:
@@ -50,10 +50,9 @@ class Count:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What a part gets: an empty folder of its own, a seed, and how much is asked of it.
+    """The input of a part: an empty folder, a seed, and whether to run all trials.
 
-    A part asks `has_time` before each trial and counts what it did; `until` is of
-    `time.monotonic`.
+    A part checks `has_time` before each trial; `until` is a time of `time.monotonic`.
     """
 
     folder: Path
@@ -68,16 +67,16 @@ class Campaign:
 
     @property
     def random(self) -> random.Random:
-        """A generator that begins at the seed."""
+        """A new generator with this seed."""
         return random.Random(self.seed)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The counts of one part, the seconds it took, and where, when and of what it was made.
+    """The counts and the seconds of one part, and how it was run.
 
-    `made` holds seed, full (all trials, or as few as the tests make), within (the seconds it was
-    given, if not as many as it takes), date, commit and machine.
+    `made` holds seed, full (all trials, or the few that the tests run), within (the time limit in
+    seconds, or None), date, commit and machine.
     """
 
     part: str
@@ -87,9 +86,9 @@ class Result:
 
 
 def part_names(full: bool = True) -> list[str]:
-    """The modules of `fault_campaign.parts`, in order; without those of a whole campaign alone.
+    """The modules of `fault_campaign.parts`, in order; unless `full`, without `FULL_ONLY` ones.
 
-    Such a part says `FULL_ONLY = True`: its smallest trial takes too long for the tests.
+    The smallest trial of such a part takes too long for the tests.
     """
     package = importlib.import_module("fault_campaign.parts")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
@@ -102,19 +101,23 @@ def _is_full_only(name: str) -> bool:
 
 
 def run_part(name: str, folder: Path, seed: int, full: bool, seconds: float = math.inf) -> Result:
-    """Run the part in an empty folder and take its counts, made in `seconds`."""
+    """Run a part in an empty folder, for `seconds` at most."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     module: Any = importlib.import_module(f"fault_campaign.parts.{name}")
-    most = seconds if math.isfinite(seconds) else None
-    made = {"seed": seed, "full": full, "within": most, "date": _today(), "commit": _commit()}
+    limit = seconds if math.isfinite(seconds) else None
+    made = {"seed": seed, "full": full, "within": limit, "date": _today(), "commit": _commit()}
     before = time.monotonic()
     counts: Iterable[Count] = module.run(Campaign(folder, seed, full, before + seconds))
     counts = tuple(
-        Count(each.promise, each.trials, [one.replace(str(folder), "…") for one in each.failures])
-        for each in counts
+        Count(
+            count.promise,
+            count.trials,
+            [failure.replace(str(folder), "…") for failure in count.failures],
+        )
+        for count in counts
     )
-    # Asked for at the end: nothing may start threads before a part forks.
+    # Read last, because nothing may start threads before a part forks.
     machine = {**describe_environment(), "cores": os.cpu_count()}
     return Result(name, counts, time.monotonic() - before, {**made, "machine": machine})
 
@@ -126,29 +129,29 @@ def _today() -> str:
 def _commit() -> str:
     """The commit of the source, and whether it had changes; "unknown" outside a repository."""
     root = Path(__file__).parent
-    asked = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "-uno"])
-    said = [subprocess.run(a, cwd=root, capture_output=True, text=True, check=False) for a in asked]
-    if any(each.returncode for each in said):
+    lines = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "-uno"])
+    runs = [subprocess.run(a, cwd=root, capture_output=True, text=True, check=False) for a in lines]
+    if any(done.returncode for done in runs):
         return "unknown"
-    return said[0].stdout.strip() + (" with changes" if said[1].stdout.strip() else "")
+    return runs[0].stdout.strip() + (" with changes" if runs[1].stdout.strip() else "")
 
 
 def read_record(out: Path) -> dict[str, Result]:
-    """The results on record, by part."""
-    found = {}
+    """The recorded results, by part."""
+    results = {}
     for file in sorted(out.glob("*.json")):
-        one = json.loads(file.read_text())
+        record = json.loads(file.read_text())
         counts = tuple(
-            Count(each["promise"], each["trials"], each["found"]) for each in one["promises"]
+            Count(item["promise"], item["trials"], item["found"]) for item in record["promises"]
         )
-        found[one["part"]] = Result(one["part"], counts, one["seconds"], one["made"])
-    return found
+        results[record["part"]] = Result(record["part"], counts, record["seconds"], record["made"])
+    return results
 
 
 def write_record(result: Result, out: Path) -> None:
-    """Write `out`/PART.json, and `out`/README.md of all parts on record.
+    """Write `out`/PART.json, and `out`/README.md of all recorded parts.
 
-    A file for each part, so that parts can be run apart, in any order, and again.
+    Parts have separate files, so they can be run again in any order.
     """
     promises = [
         {

@@ -1,4 +1,4 @@
-"""The commands that the campaign stops, kills and starves: each small, each from the same start."""
+"""The commands that the campaign stops, kills and starves, and their inputs; all are small."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ max_windows = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What every command starts from: a corpus, a preset, a finished run, a foreign model."""
+    """The inputs of every command: a corpus, a preset, a finished run, a transformers model."""
 
     folder: Path
 
     @property
     def preset(self) -> Path:
-        """A preset of a training that takes a moment."""
+        """A preset for a training of a moment."""
         return self.folder / "tiny.toml"
 
     @property
@@ -65,16 +65,16 @@ class Setting:
 
     @property
     def model(self) -> Path:
-        """A tiny Llama with its tokeniser, as transformers keeps them."""
+        """A tiny Llama with its tokeniser, in transformers' format."""
         return self.folder / "run-exported"
 
     def place(self, label: str) -> Path:
-        """An output of its own; its last name, which stands in an export, is always the same."""
+        """A separate output; its last part, which exports contain, is always the same."""
         return self.folder / label / "out"
 
 
 def make_setting(folder: Path, foreign: bool = True) -> Setting:
-    """Make everything that the commands start from; `foreign`: also a model of transformers."""
+    """Create the inputs of all commands; `foreign` adds the transformers model."""
     setting = Setting(folder)
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
@@ -83,7 +83,7 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
         (corpus / f"text{number:02}.txt").write_text(words)
     setting.preset.write_text(PRESET.format(corpus=corpus))
     os.environ["NORMATTN_CACHE"] = str(folder / "cache")
-    # What is imported here, forked processes need not import: they begin within milliseconds.
+    # Forks inherit these imports, so they start within milliseconds.
     for name in ("train", "evaluate", "export", "generate", "inspect"):
         importlib.import_module(f"normattn.cli.{name}")
     for name in ("normattn.cli.app", "normattn.lab.studies.keynorm", "altair"):
@@ -120,10 +120,10 @@ def _make_llama(setting: Setting) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line with its own output.
+    """A command line with its output.
 
-    `judged` are the files that must be there at the end, and, unless clocks go into them, the same.
-    `share` is how many trials it gets beside the others: the quick ones get more.
+    `judged` are patterns of required output files; those of `deterministic` commands have the same
+    bits in every run. `share` is the command's relative number of trials: quick ones get more.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Command:
 
     def line(self, setting: Setting, out: Path) -> list[str]:
         """The words after `normattn`."""
-        return [str(each) for each in self.arguments(setting, out)]
+        return [str(argument) for argument in self.arguments(setting, out)]
 
 
 COMMANDS = (
@@ -180,12 +180,12 @@ COMMANDS = (
 
 
 def _fraction(out: Path) -> float:
-    """Another share for every place, so that every trial builds a cache of its own."""
+    """A different fraction for every output, so that every trial builds its own cache."""
     return 0.1 + int(hashlib.sha256(out.parent.name.encode()).hexdigest()[:6], 16) / 2**24 / 10
 
 
 def work_of(line: list[str]) -> Callable[[], int]:
-    """The command as the work of a forked process, with the guard of the real entry point."""
+    """The command as a function for a forked process, with the signal handling of `normattn`."""
 
     def work() -> int:
         from normattn.cli.app import main
@@ -201,7 +201,7 @@ def work_of(line: list[str]) -> Callable[[], int]:
 
 
 def judged_files(out: Path, patterns: tuple[str, ...]) -> dict[str, str]:
-    """The digest of every file that the patterns name, by its place."""
+    """The digest of every file that matches the patterns, by relative path."""
     files = sorted({path for pattern in patterns for path in out.glob(pattern) if path.is_file()})
     return {
         str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
@@ -209,10 +209,7 @@ def judged_files(out: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def _expect_success(arguments: tuple[object, ...]) -> None:
-    """Run a command in a process of its own.
-
-    What starts threads (polars, on its first frame) must not have run where others are forked.
-    """
+    """Run a command in a fork, because it may start threads, which must not precede later forks."""
     (end,) = race([work_of([str(each) for each in arguments])])
     if end.code:
         raise RuntimeError(f"the setting cannot be made: {end.shown}")

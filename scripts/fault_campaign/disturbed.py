@@ -1,4 +1,4 @@
-"""Commands disturbed anywhere: which command, when, and what an undisturbed one gives."""
+"""Commands interrupted at random moments, and their uninterrupted output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fault_campaign.processes import after_seconds, before_event, counting, race
 
 @dataclass(frozen=True)
 class Measured:
-    """A command that nothing disturbed: its files, events and seconds."""
+    """An uninterrupted run of a command: its files, audit events and seconds."""
 
     command: Command
     files: dict[str, str]
@@ -26,7 +26,7 @@ class Measured:
 
 
 def measure(setting: Setting, command: Command) -> Measured:
-    """Run a command as it is; `RuntimeError` where it fails, for then nothing can be judged."""
+    """Run a command undisturbed; raises `RuntimeError` if it fails."""
     out = setting.place(f"whole-{command.name}")
     note = setting.folder / "events"
     work = counting(work_of(command.line(setting, out)), lambda n: _write(note, n))
@@ -40,7 +40,7 @@ def measure(setting: Setting, command: Command) -> Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """One command, disturbed at a moment drawn beforehand."""
+    """A command, interrupted at a moment drawn beforehand."""
 
     measured: Measured
     out: Path
@@ -55,7 +55,7 @@ def draw(
     kinds: Sequence[signal.Signals],
     chance: random.Random,
 ) -> list[Trial]:
-    """`count` trials over the commands by their shares, half at an event and half at a time."""
+    """`count` trials over the commands by their shares, half at an event and half after a time."""
     shares = [measured for measured in commands for _ in range(measured.command.share)]
     trials = []
     for number in range(count):
@@ -76,9 +76,9 @@ def draw(
 
 
 def goes_on(setting: Setting, trial: Trial) -> str | None:
-    """What is wrong after the same command was given once more; None when all is as it should be.
+    """Run the command again; return what is wrong, or None.
 
-    A command that refuses a place because it holds its whole output already has done its work.
+    A command may refuse an output folder that already holds its whole output.
     """
     command = trial.measured.command
     (end,) = race([work_of(command.line(setting, trial.out))])

@@ -1,5 +1,5 @@
-/* Preloaded into a process: its n-th write to a regular file, and every one after it, finds the
-   disk full. Also what makes or renames files. faults_disk_full_at(0) puts an end to it. */
+/* Preloaded into a process: from the n-th write to a regular file on, the disk is full. Creating
+   and renaming files count as writes. faults_disk_full_at(0) ends it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,4 +1,4 @@
-"""Trainings that are no language model's: their corpora in every form, as small as they come."""
+"""Trainings of other models than language models, on tiny corpora in every format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MODEL: dict[str, Any] = {"dim": 8, "layers": 1, "heads": 2}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of training: `train` a few steps on a corpus into a run directory.
+    """A kind of training: `train` runs a few steps on a corpus into a run directory.
 
-    `corpora` name what it reads, `exported` says whether its runs can be exported.
+    `corpora` names its corpus formats; `exported`: whether its runs can be exported.
     """
 
     name: str
@@ -74,7 +74,7 @@ CORPORA: Mapping[str, Callable[[Path], Path]] = {
     "pairs in JSON lines": _pairs_in_json,
     "relations": _relations,
 }
-"""By name: what fills a folder and returns what is to be asked for."""
+"""Functions by name that fill a folder and return the corpus path."""
 
 KINDS = (
     Kind("translation", _translate, ("pairs in lines", "pairs in JSON lines")),

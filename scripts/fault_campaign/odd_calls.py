@@ -1,4 +1,4 @@
-"""Calls of the Python interface that no honest program makes, each to end in an `InputError`."""
+"""Invalid calls of the Python interface; each should raise an `InputError`."""
 
 from __future__ import annotations
 
@@ -53,34 +53,34 @@ def small_model() -> CausalLM:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """Every call by what it does."""
+    """Every invalid call, by its description."""
     model: Any = small_model()
     attend: Any = attention
     made: Any = generate
-    found: dict[str, Callable[[], Any]] = {}
+    cases: dict[str, Callable[[], Any]] = {}
     for name in ("forward", "hidden", "loss", "token_scores", "prefill"):
         for kind, make in ODD.items():
-            found[f"{name} of {kind}"] = partial(_given, getattr(model, name), make)
+            cases[f"{name} of {kind}"] = partial(_given, getattr(model, name), make)
     whole = torch.ones(1, 2, 4, 8)
     for place in range(3):
         for kind, make in OPERANDS.items():
-            found[f"attention with {'qkv'[place]} {kind}"] = partial(_operand, whole, place, make)
+            cases[f"attention with {'qkv'[place]} {kind}"] = partial(_operand, whole, place, make)
     for name in ("attn_mask", "key_padding", "query_padding", "q_positions", "k_positions"):
         for kind in ("a list", "a number", "a text", "an array", "sparse", "three axes", "complex"):
-            found[f"attention with {name} {kind}"] = partial(
+            cases[f"attention with {name} {kind}"] = partial(
                 attend, whole, whole, whole, "Baseline", **{name: ODD[kind]()}
             )
     for score in SCORES:
         shown = repr(str(score)[:9])
-        found[f"attention by {shown}"] = partial(attend, whole, whole, whole, score)
-        found[f"using {shown}"] = partial(model.using, score or 0)
+        cases[f"attention by {shown}"] = partial(attend, whole, whole, whole, score)
+        cases[f"using {shown}"] = partial(model.using, score or 0)
     for limit in LIMITS:
-        found[f"generate {limit!r} tokens"] = partial(made, model, [[1]], limit)
+        cases[f"generate {limit!r} tokens"] = partial(made, model, [[1]], limit)
         if limit is not True:
-            found[f"generate by chunks of {limit!r}"] = partial(made, model, [[1]], 1, chunk=limit)
+            cases[f"generate by chunks of {limit!r}"] = partial(made, model, [[1]], 1, chunk=limit)
     for prompt in PROMPTS:
-        found[f"generate from {prompt!r}"] = partial(made, model, prompt, 1)
-    return found
+        cases[f"generate from {prompt!r}"] = partial(made, model, prompt, 1)
+    return cases
 
 
 def _given(reader: Callable[[Any], Any], make: Callable[[], Any]) -> Any:
@@ -88,6 +88,6 @@ def _given(reader: Callable[[Any], Any], make: Callable[[], Any]) -> Any:
 
 
 def _operand(whole: Any, place: int, make: Callable[[], Any]) -> Any:
-    given = [whole, whole, whole]
-    given[place] = make()
-    return attention(given[0], given[1], given[2], "Baseline")
+    operands = [whole, whole, whole]
+    operands[place] = make()
+    return attention(operands[0], operands[1], operands[2], "Baseline")

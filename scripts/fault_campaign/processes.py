@@ -1,6 +1,6 @@
-"""Forked processes: what they did, what they said, and faults put into them on the way.
+"""Fork processes, put faults into them, and collect their exit codes and stderr.
 
-A forked process has what this one has imported, so a command begins within milliseconds.
+A fork inherits the parent's imports, so a command starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ EVENTS = frozenset(
         *("tempfile.mkstemp", "tempfile.mkdtemp"),
     }
 )
-"""What Python tells an audit hook about before it does it: where a fault may come."""
+"""Audit events of Python, before each of which a fault may occur."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status (negative: the signal), and its stderr."""
+    """The exit code (negative for a signal) and the stderr of a process."""
 
     code: int
     said: str
 
     @property
     def sentences(self) -> list[str]:
-        """The lines that are the command's own."""
+        """The lines that the command itself printed."""
         return [line for line in self.said.splitlines() if line.startswith("normattn: ")]
 
     @property
     def orderly(self) -> bool:
-        """One sentence, and nothing that is no sentence."""
+        """Whether stderr has exactly one sentence and no Python error."""
         wrong = ("Traceback", "Exception ignored", "Error in sys.", "Fatal")
         return len(self.sentences) == 1 and not any(word in self.said for word in wrong)
 
     @property
     def shown(self) -> str:
-        """The status and the end of what was said."""
+        """The exit code and the end of stderr."""
         return f"ended with {self.code}: {self.said.strip()[-400:]!r}"
 
 
 def race(works: Sequence[Callable[[], int]], limit_seconds: float = LIMIT_SECONDS) -> list[Ended]:
-    """Fork a process for each of `works`, let all go at once, and wait for every one."""
+    """Fork a process for each of `works`, start all at once, and wait for all."""
     gate_out, gate_in = os.pipe()
     started = []
     for work in works:
-        heard, said = os.pipe()
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(gate_in)
-            os.close(heard)
+            os.close(reader)
             os.read(gate_out, 1)  # Ends when the parent closes its side.
-            _become(work, said)
-        os.close(said)
-        started.append((pid, heard))
+            _become(work, writer)
+        os.close(writer)
+        started.append((pid, reader))
     os.close(gate_out)
     os.close(gate_in)
     timers = [threading.Timer(limit_seconds, _kill, (pid,)) for pid, _ in started]
     for timer in timers:
         timer.start()
     ends = []
-    for (pid, heard), timer in zip(started, timers, strict=True):
-        with os.fdopen(heard, errors="replace") as pipe:
+    for (pid, reader), timer in zip(started, timers, strict=True):
+        with os.fdopen(reader, errors="replace") as pipe:
             text = pipe.read()
         _, status = os.waitpid(pid, 0)
         timer.cancel()
@@ -82,23 +82,23 @@ def race(works: Sequence[Callable[[], int]], limit_seconds: float = LIMIT_SECOND
 
 
 def in_groups(works: Sequence[Callable[[], int]], size: int = AT_ONCE) -> Iterator[Ended]:
-    """The ends of all `works`, a few running at a time."""
+    """The results of all `works`, a few running at a time."""
     for start in range(0, len(works), size):
         yield from race(works[start : start + size])
 
 
 def counting(work: Callable[[], int], told: Callable[[int], None]) -> Callable[[], int]:
-    """`work`, telling at its end how many events there were."""
+    """`work`, which passes its number of events to `told` at the end."""
 
     def counted() -> int:
-        seen = [0]
+        events = [0]
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
-            seen[0] += event in EVENTS
+            events[0] += event in EVENTS
 
         sys.addaudithook(count)
         code = work()
-        told(seen[0])
+        told(events[0])
         return code
 
     return counted
@@ -107,15 +107,15 @@ def counting(work: Callable[[], int], told: Callable[[int], None]) -> Callable[[
 def before_event(
     work: Callable[[], int], number: int, act: Callable[[], None]
 ) -> Callable[[], int]:
-    """`work`, with `act` done before its event of that number."""
+    """`work`, with a call of `act` before its event `number`."""
 
     def disturbed() -> int:
-        seen = [0]
+        events = [0]
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
             if event in EVENTS:
-                seen[0] += 1
-                if seen[0] == number:
+                events[0] += 1
+                if events[0] == number:
                     act()
 
         sys.addaudithook(count)
@@ -127,12 +127,12 @@ def before_event(
 def after_seconds(
     work: Callable[[], int], seconds: float, kind: signal.Signals
 ) -> Callable[[], int]:
-    """`work`, whose process gets a signal in the middle of whatever it does then."""
+    """`work`, whose process gets a signal after some seconds."""
 
     def disturbed() -> int:
         pid = os.getpid()
         if os.fork() == 0:
-            os.close(2)  # So that the listener does not wait for this one.
+            os.close(2)  # Otherwise the reader of stderr waits for this process.
             time.sleep(seconds)
             if os.getppid() == pid:
                 os.kill(pid, kind)
@@ -150,7 +150,7 @@ def _kill(pid: int) -> None:
 
 
 def _become(work: Callable[[], int], stderr: int) -> None:
-    """Do `work` as this forked process, and nothing after it."""
+    """Run `work` in this forked process, then exit."""
     code = CRASHED
     try:
         os.dup2(stderr, 2)

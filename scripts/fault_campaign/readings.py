@@ -1,4 +1,4 @@
-"""Every folder of files that a command reads, and the work on it that damage may come upon."""
+"""The folders of files that commands read, and the commands that read them damaged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ Work = Callable[[], int]
 class Reading:
     """Works that read a folder, each of whose files is damaged in turn.
 
-    `make` fills the folder; `works` read it, with their output in a second one, `out`, beside it.
-    `judged` are patterns, from the folder that holds both, of files that must have the same bits.
-    With none, what people write themselves is read: another text is another input, and a work that
-    ends well keeps the promise too. `foreign`: it needs the model of transformers. Of many files of
-    one kind `at_most` so many are damaged. `deletable` are patterns of files that people may
-    delete, to have a result without them: those are not taken away.
+    `make` fills the folder; `works` read it and write to `out` next to it. `judged` are patterns,
+    from their common parent, of files that must have the same bits; without any, the input is text
+    that people write, so a work may also succeed. `foreign`: it needs the transformers model. At
+    most `at_most` files are damaged. `deletable` are patterns of files that people may delete.
     """
 
     name: str
@@ -37,7 +35,7 @@ class Reading:
 
 
 def answered(call: Callable[[], object]) -> Work:
-    """A call of the library that ends as a command would: with a sentence and an exit status."""
+    """A library call that ends as a command does: with a sentence and an exit code."""
 
     def work() -> int:
         from normattn.cli.failures import exit_code_of
@@ -55,7 +53,7 @@ def answered(call: Callable[[], object]) -> Work:
 
 
 def ended_well(work: Work) -> None:
-    """Do it in a process of its own, which may start threads; `RuntimeError` where it fails."""
+    """Run `work` in a fork, because it may start threads; raises `RuntimeError` if it fails."""
     (end,) = race([work])
     if end.code:
         raise RuntimeError(end.shown)
@@ -70,8 +68,8 @@ def _train(setting: Setting, out: Path) -> list[object]:
 
 
 def _extend(model: object, text: object, out: Path) -> list[object]:
-    asked = ["--lengths", "16,32", "--methods", "PI", "--windows", "1", "--no-passkey"]
-    return ["extend", model, "--text", text, *asked, "--out", out]
+    options = ["--lengths", "16,32", "--methods", "PI", "--windows", "1", "--no-passkey"]
+    return ["extend", model, "--text", text, *options, "--out", out]
 
 
 def _of_run(setting: Setting, run: Path, out: Path) -> list[Work]:
@@ -89,14 +87,12 @@ def _copy(of: Callable[[Setting], Path]) -> Callable[[Setting, Path], object]:
 
 
 def _stopped(setting: Setting, place: Path) -> None:
-    """A run whose end is not on record: it resumes from its last checkpoint."""
+    """An unfinished run, which resumes from its last checkpoint."""
     shutil.copytree(setting.run, place)
     (place / "status.json").unlink()
 
 
 def _alone(file: Callable[[Setting], Path]) -> Callable[[Setting, Path], object]:
-    """A folder with one file."""
-
     def make(setting: Setting, place: Path) -> None:
         place.mkdir(parents=True)
         shutil.copy(file(setting), place / file(setting).name)
@@ -105,13 +101,13 @@ def _alone(file: Callable[[Setting], Path]) -> Callable[[Setting, Path], object]
 
 
 def _documents(name: str) -> Callable[[Setting, Path], object]:
-    """The corpus in one file, a document a line or a row."""
+    """The corpus in one file, with a document in each line or row."""
 
     def make(setting: Setting, place: Path) -> None:
         import json
 
         place.mkdir(parents=True)
-        texts = [each.read_text() for each in sorted(setting.text.parent.iterdir())]
+        texts = [path.read_text() for path in sorted(setting.text.parent.iterdir())]
         if name.endswith(".jsonl"):
             lines = (json.dumps({"text": text}) + "\n" for text in texts)
             (place / name).write_text("".join(lines))
@@ -135,7 +131,7 @@ def _gguf(setting: Setting, place: Path) -> None:
 
 
 def _cached(work: Work, cache: Path) -> Work:
-    """With a cache of its own."""
+    """`work` with this cache folder."""
 
     def cached() -> int:
         os.environ["NORMATTN_CACHE"] = str(cache)
@@ -145,13 +141,12 @@ def _cached(work: Work, cache: Path) -> Work:
 
 
 def _of_kind(kind: Kind) -> list[Reading]:
-    """Corpora, cache, finished and stopped run of trainings that no command line names."""
+    """Readings of a kind of training: its corpora, cache, finished run and stopped run."""
 
     def train(corpus: Path, out: Path) -> Work:
         return answered(lambda: kind.train(corpus, out))
 
     def corpus(setting: Setting) -> Path:
-        """The first of its corpora, whole, for runs and caches."""
         return CORPORA[kind.corpora[0]](setting.folder / f"{kind.name}-corpus")
 
     def cache(setting: Setting, place: Path) -> None:
@@ -170,7 +165,7 @@ def _of_kind(kind: Kind) -> list[Reading]:
         return _lines(*lines, *([["export", place, out / "exported"]] if kind.exported else []))
 
     trained = ("metrics.jsonl", "model/*")
-    found = [
+    readings = [
         Reading(f"{kind.name} run", run, looked_into, ("out/exported/**/*",)),
         Reading(f"stopped {kind.name} run", stopped,
                 lambda s, place, out: [train(corpus(s), place)],
@@ -180,23 +175,23 @@ def _of_kind(kind: Kind) -> list[Reading]:
                 tuple(f"out/run/{name}" for name in trained)),
     ]  # fmt: skip
     for name in kind.corpora:
-        found.append(
+        readings.append(
             Reading(name, lambda s, place, name=name: CORPORA[name](place),  # type: ignore[misc]
                     lambda s, place, out: [train(_inside(place), out / "run")], at_most=6)
         )  # fmt: skip
-    return found
+    return readings
 
 
 def _inside(place: Path) -> Path:
-    """What is asked for: the folder, or the one file in it that is a corpus by itself."""
-    alone = sorted(place.glob("*.npz")) + sorted(place.glob("*.jsonl"))
-    return alone[0] if alone else place
+    """The corpus path in a folder: its one corpus file, or the folder itself."""
+    files = sorted(place.glob("*.npz")) + sorted(place.glob("*.jsonl"))
+    return files[0] if files else place
 
 
 def _sweep(setting: Setting, place: Path) -> None:
     line = ["reproduce", "keynorm", "--preset", setting.preset, "--variants", "Baseline"]
-    asked = ["--methods", "as is", "--seeds", "1", "--jobs", "1", "--out", place]
-    ended_well(*_lines([*line, *asked]))
+    options = ["--methods", "as is", "--seeds", "1", "--jobs", "1", "--out", place]
+    ended_well(*_lines([*line, *options]))
 
 
 def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
@@ -207,18 +202,18 @@ def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
 
 
 def _again(setting: Setting, place: Path, out: Path) -> None:
-    """What `reproduce` does, in this process: each run that is not done, then the page."""
+    """Do what `reproduce` does, in this process: each unfinished run, then the page."""
     from normattn.lab.studies import find
     from normattn.lab.sweep.paths import write_if_changed
     from normattn.lab.sweep.run import Request
     from normattn.lab.sweep.runner import _open, is_done, run_child
 
     study = find("keynorm")
-    asked = Request(
+    request = Request(
         preset=str(setting.preset), variants=("Baseline",), methods=("as is",), seeds=(0,),
         out=place,
     )  # fmt: skip
-    sweep = study.resolve(asked)
+    sweep = study.resolve(request)
     with _open(sweep).lock():
         for run in sweep.runs:
             if not is_done(sweep, run):

@@ -1,4 +1,4 @@
-"""Calls of the Python interface with operands that nobody means."""
+"""Calls of the Python interface with invalid operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CHARACTERS = 2500
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every call of `odd_calls`, and three operands drawn at random beside them."""
+    """Every call of `odd_calls`, then attention with three random operands."""
     from jaxtyping import config
 
     from fault_campaign.odd_calls import OPERANDS, calls
@@ -24,14 +24,14 @@ def run(campaign: Campaign) -> Iterator[Count]:
     refused = Count("an invalid call raises an InputError with a short message, within 20 s")
     config.update("jaxtyping_disable", True)
     try:
-        every = list(calls().items())
+        cases = list(calls().items())
         random = campaign.random
         attend: Any = attention
-        while len(every) < (400 if campaign.full else 250):
+        while len(cases) < (400 if campaign.full else 250):
             names = [random.choice(list(OPERANDS)) for _ in range(3)]
-            given = [OPERANDS[name]() for name in names]
-            every.append((f"attention of {names}", partial(attend, *given, "Baseline", backend=3)))
-        for name, call in every:
+            args = [OPERANDS[name]() for name in names]
+            cases.append((f"attention of {names}", partial(attend, *args, "Baseline", backend=3)))
+        for name, call in cases:
             started = time.monotonic()
             try:
                 call()

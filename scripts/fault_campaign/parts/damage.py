@@ -1,4 +1,4 @@
-"""Every file that a command reads, damaged in every way: refused by name, or the same result."""
+"""Every file that a command reads, damaged in every way: an error names it, or results are equal."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ DAMAGES: dict[str, Damage] = {
 
 WHATEVER_SIZE = ("folder", "missing")
 WRITTEN = {".png", ".html", ".md", ".csv", ".lock"}
-"""Figures, pages and locks: no command reads them."""
+"""Suffixes of files that no command reads: figures, pages and locks."""
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every reading, every file, every damage, in an order drawn; in the tests a few of them."""
+    """Every reading, file and damage in random order; in the tests only a few."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     kept = Count(
         "a damaged file raises an error that names it (exit code 2), or the result is "
@@ -83,9 +83,9 @@ def run(campaign: Campaign) -> Iterator[Count]:
     source = campaign.random
     readings = list(READINGS)
     if not campaign.full:
-        near = [each for each in READINGS if not each.foreign]
-        readings = source.sample([each for each in near if each.judged], 1)
-        readings += source.sample([each for each in near if not each.judged], 1)
+        local = [each for each in READINGS if not each.foreign]
+        readings = source.sample([each for each in local if each.judged], 1)
+        readings += source.sample([each for each in local if not each.judged], 1)
     trials = [_Trial(setting, each, campaign.folder) for each in readings]
     for cases in _groups(trials, source, campaign.full):
         if not campaign.has_time:
@@ -109,21 +109,21 @@ def run(campaign: Campaign) -> Iterator[Count]:
 def _groups(
     trials: list[_Trial], source: random.Random, every: bool
 ) -> Iterator[list[tuple[_Trial, Path, str, int]]]:
-    """Cases to be tried at the same time: some of each reading first, then all others."""
-    rest = []
+    """Cases to run concurrently: some of each reading first, then all others."""
+    remaining = []
     for trial in trials:
         cases = [(trial, *case) for case in trial.cases()]
         source.shuffle(cases)
         yield cases[:AT_ONCE]
-        rest += cases[AT_ONCE:]
-    source.shuffle(rest)
-    for start in range(0, len(rest) if every else 0, AT_ONCE):
-        yield rest[start : start + AT_ONCE]
+        remaining += cases[AT_ONCE:]
+    source.shuffle(remaining)
+    for start in range(0, len(remaining) if every else 0, AT_ONCE):
+        yield remaining[start : start + AT_ONCE]
 
 
 @dataclass(frozen=True)
 class _Undamaged:
-    """What a work leaves on the folder as it is, and which of its files it opens."""
+    """The output of a work on the undamaged folder, and the files that it opens."""
 
     files: dict[str, str]
     opened: frozenset[str]
@@ -131,7 +131,7 @@ class _Undamaged:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The works of a reading on a copy of its folder, always at the same place."""
+    """The works of a reading on a copy of its folder."""
 
     setting: Setting
     reading: Reading
@@ -139,43 +139,43 @@ class _Trial:
 
     @cached_property
     def base(self) -> Path:
-        """The folder undamaged, made once."""
+        """The undamaged folder, made once."""
         place = self.folder / "bases" / self.reading.name.replace(" ", "-")
         place.parent.mkdir(exist_ok=True)
         self.reading.make(self.setting, place)
         return place
 
     def scratch(self, slot: int) -> Path:
-        """Holds a copy and the output; of trials at the same time each has its own."""
+        """The folder of a copy and its output; concurrent trials have different slots."""
         return self.folder / "damaged" / str(slot)
 
     @cached_property
     def undamaged(self) -> list[_Undamaged]:
-        """What the works do on the folder as it is; `RuntimeError` where they fail."""
-        found = []
+        """Results of the works on the undamaged folder; raises `RuntimeError` if one fails."""
+        results = []
         note = self.folder / "opened"
         for number in range(len(self._works(0))):
             (end,) = race([self.work(0, None, "", number, random.Random(0), note)])
             if end.code:
                 raise RuntimeError(f"{self.reading.name} as it is, {number}: {end.shown}")
             opened = frozenset(json.loads(note.read_text()))
-            found.append(_Undamaged(self.judged(0), opened))
-        return found
+            results.append(_Undamaged(self.judged(0), opened))
+        return results
 
     def cases(self) -> Iterator[tuple[Path, str, int]]:
         """Every file with every damage and the number of every work that opens the file.
 
-        What no work opens, or only a library that Python does not see, is put before every one.
+        A file that no work opens in Python is tried with every work.
         """
-        found = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
-        read = [
+        paths = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
+        damageable = [
             path
-            for path in found
+            for path in paths
             if (path.suffix not in WRITTEN or self.reading.at_most < 1000) and path.name != ".lock"
         ]
-        for file in read[: self.reading.at_most]:
-            by = [n for n, each in enumerate(self.undamaged) if str(file) in each.opened]
-            for number in by or range(len(self.undamaged)):
+        for file in damageable[: self.reading.at_most]:
+            numbers = [n for n, each in enumerate(self.undamaged) if str(file) in each.opened]
+            for number in numbers or range(len(self.undamaged)):
                 for kind in DAMAGES:
                     if kind != "missing" or not any(map(file.match, self.reading.deletable)):
                         yield file, kind, number
@@ -189,7 +189,7 @@ class _Trial:
         source: random.Random,
         note: Path | None = None,
     ) -> Work:
-        """A work on a fresh copy whose `file` is damaged; `note` is told which files it opens."""
+        """A work on a fresh copy with a damaged `file`; `note` gets the files that it opens."""
         place = self.scratch(slot) / self.base.name
         shutil.rmtree(self.scratch(slot), ignore_errors=True)
         shutil.copytree(self.base, place)
@@ -205,26 +205,25 @@ class _Trial:
         return self.reading.works(self.setting, place, self.scratch(slot) / "out")
 
     def is_kept(self, slot: int, number: int, lost: Path | None) -> bool:
-        """Whether the files that are judged have the same bits, but for one that is said lost."""
+        """Whether the judged files have the same bits, except `lost`."""
         if not self.reading.judged:
             return True
-        found, wanted = self.judged(slot), self.undamaged[number].files
-        own = lost and str(Path(self.base.name) / lost)
-        return {k: v for k, v in found.items() if k != own} == {
-            k: v for k, v in wanted.items() if k != own
+        found, expected = self.judged(slot), self.undamaged[number].files
+        excluded = lost and str(Path(self.base.name) / lost)
+        return {k: v for k, v in found.items() if k != excluded} == {
+            k: v for k, v in expected.items() if k != excluded
         }
 
     def judged(self, slot: int) -> dict[str, str]:
-        """The files that must have the same bits."""
         return judged_files(self.scratch(slot), self.reading.judged)
 
     def executed(self, slot: int) -> bool:
-        """Whether the payload of a pickle did what it wants."""
+        """Whether a pickle's payload was executed."""
         return bool(list(self.scratch(slot).rglob("executed")))
 
 
 def _inside(work: Work, folder: Path) -> Work:
-    """The payload makes a folder in the current directory, which is then below the scratch."""
+    """Run `work` in `folder`, where a pickle's payload would make a folder."""
 
     def inside() -> int:
         os.chdir(folder)
@@ -234,7 +233,7 @@ def _inside(work: Work, folder: Path) -> Work:
 
 
 def _noting_files(work: Work, place: Path, note: Path) -> Work:
-    """Every file below `place` that Python opens, by its place there."""
+    """`work`, which writes the files below `place` that Python opens to `note`."""
 
     def noted() -> int:
         opened: set[str] = set()

@@ -1,8 +1,8 @@
-"""A full disk at any write of any command: one sentence, exit status 2, and nothing half-written.
+"""A full disk at any write of any command: one sentence, exit code 2, nothing half-written.
 
-In full, a library preloaded into every process lets the n-th write to a file fail with ENOSPC
-(this needs a C compiler). In the tests the system's own limit on the size of a file does, which
-also libraries written in Rust come upon.
+A full campaign preloads a library into every process, which lets the n-th write to a file fail with
+ENOSPC (this needs a C compiler). The tests use the system's limit on file sizes, which also applies
+to libraries in Rust.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HALF = "files left behind on a full disk are complete"
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """By the limit on a file's size; in full also by failing writes."""
+    """Limit file sizes; in a full campaign also let writes fail."""
     said, whole, felt = Count(_FULL), Count(_HALF), Count(_FELT)
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     names = {"train", "extend", "export", "report"} if campaign.full else {"train"}
@@ -46,7 +46,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
 def _by_size(
     setting: Setting, command: Command, every: bool, said: Count, whole: Count
 ) -> list[Ended]:
-    """Files may not grow beyond a size: none at all, and one less than each of a whole output."""
+    """Limit file sizes to 0, and to one byte less than each file of a complete output."""
     good = setting.place(f"good-{command.name}")
     race([work_of(command.line(setting, good))])
     expected = judged_files(good, command.judged)
@@ -75,13 +75,13 @@ def judge(
     said: Count,
     whole: Count,
 ) -> None:
-    """One sentence, and of the files that must be the same those that are there are the same."""
+    """Check for one sentence, and that existing output files are complete."""
     held = end.code == 0 or (end.code == 2 and end.orderly)
     said.check(held, f"{where}: {end.shown}")
     if not command.deterministic:
         return
     found = judged_files(out, command.judged)
-    grown = {name for name in found if name.endswith(".jsonl")}  # Lines are added to them.
+    grown = {name for name in found if name.endswith(".jsonl")}  # appended line by line
     wrong = [name for name in found.keys() - grown if found[name] != expected.get(name)]
     whole.check(not wrong, f"{where}: {wrong}")
 
@@ -95,7 +95,7 @@ def _limited(size: int, work: Callable[[], int]) -> Callable[[], int]:
 
 
 def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count) -> None:
-    """In a process of its own, because a library is preloaded at a program's start."""
+    """Run `_preloaded` in a new process, because a library is preloaded when a program starts."""
     library = campaign.folder / "full_disk.so"
     source = SCRIPTS / "fault_campaign" / "full_disk.c"
     subprocess.run(
@@ -120,7 +120,7 @@ def _by_preload(campaign: Campaign, setting: Setting, said: Count, whole: Count)
 
 
 def _preloaded(setting: Setting, library: Path, record: Path, seconds: float) -> None:
-    """Every write of a command fails once, or as many of them as its share of trials allows."""
+    """Let each write of each command fail once, up to the command's share of trials."""
     disk = ctypes.CDLL(str(library))
     disk.faults_writes.restype = ctypes.c_long
     said, whole = Count(_FULL), Count(_HALF)
@@ -144,8 +144,8 @@ def _preloaded(setting: Setting, library: Path, record: Path, seconds: float) ->
             judge(command, out, expected, end, where, said, whole)
             if time.monotonic() > until:
                 break
-    found = [(each.promise, each.trials, each.failures) for each in (said, whole)]
-    record.write_text(json.dumps(found))
+    counts = [(each.promise, each.trials, each.failures) for each in (said, whole)]
+    record.write_text(json.dumps(counts))
 
 
 def _noting(disk: ctypes.CDLL, note: Path, work: Callable[[], int]) -> Callable[[], int]:

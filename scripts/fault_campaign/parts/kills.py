@@ -1,4 +1,4 @@
-"""SIGKILL anywhere in a command, then the same command again: it goes on, with the same files."""
+"""SIGKILL anywhere in a command, then the same command again: it resumes, with the same files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fault_campaign.processes import in_groups
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """At least two hundred kills in full, spread over the commands by what they cost."""
+    """At least 200 kills in a full campaign, spread over the commands by their cost."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     names = ("train", "tokenise", "extend", "export", "report") if campaign.full else ("train",)
     measured = [measure(setting, each) for each in COMMANDS if each.name in names]

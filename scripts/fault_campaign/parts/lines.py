@@ -1,4 +1,4 @@
-"""Command lines of options that nobody means, each a process of its own."""
+"""Command lines with random options, each in a fork."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Lines of one to three options, to commands that would answer without much work."""
+    """Lines of one to three options, for commands that need little work."""
     setting = make_setting(campaign.folder / "setting", foreign=False)
     ended = Count(
         "a command line ends with exit code 0, or 2 and one sentence, within 20 s and 2 GB, and "
@@ -56,7 +56,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
 
 
 def _told(lines: list[list[str]]) -> Iterator[str]:
-    """What `--out` names in the current directory."""
+    """The names in the current directory that `--out` gives."""
     for line in lines:
         for option, value in pairwise(line):
             if option == "--out" and value:
@@ -77,7 +77,7 @@ def _line(source: random.Random, setting: Setting) -> list[str]:
     if name in ("train", "reproduce keynorm", "reproduce window"):
         line.append("--plan")
     if name.startswith("reproduce"):
-        # Too small to be measured by children first, which would take seconds for every line.
+        # Larger presets are measured in subprocesses first, which takes seconds.
         line += ["--preset", str(setting.preset)]
     options = OPTIONS[name].split()
     for option in source.sample(options, min(len(options), source.randint(1, 3))):

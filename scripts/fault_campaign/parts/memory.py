@@ -1,6 +1,6 @@
-"""Memory ceilings: long text, a long line and a long document, each within a stated bound.
+"""Memory limits for a long text, a long line and a long document.
 
-What is measured is by how much a process's resident memory rises above what it held before.
+The measure is the rise of a process's resident memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Text of 300 MB, lines of 50 MB, documents of 200,000 tokens; in the tests a tenth of it."""
+    """Text of 300 MB, lines of 50 MB, documents of 200,000 tokens; in the tests about a tenth."""
     whole = campaign.full
     text, line, tokens = (300 * MB, 50 * MB, 200_000) if whole else (10 * MB, 5 * MB, 20_000)
     yield from _corpora(campaign, text, line)
@@ -45,11 +45,11 @@ def _corpora(campaign: Campaign, size: int, line: int) -> Iterator[Count]:
 
 
 def _documents(campaign: Campaign, tokens: int) -> Iterator[Count]:
-    """Scores that fold, that bias by distance, and of two regimes.
+    """Scores that fold into q and k, with a distance bias, and with two regimes.
 
-    Room for the logits of 200,000 tokens would be 6.4 GB (4 bytes × 8,000 words), of 20,000 640 MB.
-    What is taken, up to 783 MB here, are keys and values, a tile's scores of all of them, and what
-    the allocator keeps of the smaller tiles before.
+    The logits of 200,000 tokens would take 6.4 GB (4 bytes × 8,000 words), of 20,000 tokens 640 MB.
+    The memory used, up to 783 MB here, holds keys, values, a tile's scores, and what the allocator
+    keeps of earlier tiles.
     """
     for score in ("KNA-logn", "Baseline-ALiBi", "KNA-ReRoPE(window=32)"):
         promise = f"a document of {tokens:,} tokens is scored by {score}"
@@ -57,7 +57,7 @@ def _documents(campaign: Campaign, tokens: int) -> Iterator[Count]:
 
 
 def _held(promise: str, megabytes: int, work: Callable[[], int]) -> Count:
-    """One trial: the work ends well, and within so many megabytes."""
+    """One trial: the work succeeds within this memory."""
     count = Count(f"{promise} within {megabytes:,} MB of memory")
     (end,) = race([within_memory(work, megabytes * MB)], limit_seconds=3600)
     count.check(end.code == 0, end.shown)
@@ -100,7 +100,7 @@ def _scoring(score: str, tokens: int) -> Callable[[], int]:
 
 
 def _write_words(path: Path, size: int, source: random.Random) -> None:
-    """Lines of made-up words, a megabyte at a time; few are frequent, most are rare."""
+    """Write lines of made-up words, a megabyte at a time; a few are frequent, most are rare."""
     words = ["".join(source.choices(LETTERS, k=source.randint(2, 9))) for _ in range(20_000)]
     weights = [1 / (rank + 1) for rank in range(len(words))]
     with path.open("w") as file:

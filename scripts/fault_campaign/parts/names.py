@@ -1,4 +1,4 @@
-"""Fuzzed names: of scores, corpora, lengths, seeds, settings and methods."""
+"""Fuzzed names of scores, corpora, lengths, seeds, settings and methods."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MARKS = ("", "-", "(", ")", "=", ",", "@", "?", "&", ":", ".", " ", "+", "†", 
 
 
 def fuzzed(source: random.Random) -> str:
-    """Words and marks, one after another; now and then very many of them."""
+    """A sequence of words and marks; occasionally a very long one."""
     count = source.choice((1, 2, 3, 4, 6, 9, 500 if source.random() < 0.02 else 5))
     return "".join(source.choice(WORDS) + source.choice(MARKS) for _ in range(count))
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Each name to one reader of names; a score that is one must survive its own text."""
+    """Each name to a random parser; the text of a parsed score must give the same score."""
     from normattn.cli import parsing
     from normattn.cli.model_options import method_names
     from normattn.errors import InputError

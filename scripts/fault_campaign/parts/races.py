@@ -1,4 +1,4 @@
-"""Processes racing for one run directory, with a pause before every rename."""
+"""Processes that race for one run directory, with a pause before every rename."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ HELD_SECONDS = 0.004
 
 
 class Config(BaseModel):
-    """What the racers disagree about."""
+    """The configuration in which racers differ."""
 
     seed: int
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Rounds of different and of identical configurations."""
+    """Rounds with different and with identical configurations."""
     rounds = 400 if campaign.full else 25
     holder = Count("the configuration on disk is that of the process with the lock")
     somebody = Count("of processes racing for an empty directory, one runs")
@@ -49,7 +49,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
 
 
 def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
-    """Whole commands, each given several times at the same moment with the same output."""
+    """Whole commands, each started several times at once with the same output."""
     setting = make_setting(campaign.folder / "setting")
     names = ("train", "tokenise", "export", "extend", "report", "inspect")
     done = Count("of identical commands at once, one does the work, and its files are complete")
@@ -75,7 +75,7 @@ def _commands_at_once(campaign: Campaign) -> Iterator[Count]:
 
 
 def _racer(place: Path, seed: int, chance: int) -> Callable[[], int]:
-    """Open the run, hold it for a moment, and see whose configuration is there all the while."""
+    """Open the run, hold its lock for a moment, and check the configuration on disk meanwhile."""
 
     def racer() -> int:
         _pause_before_renames(random.Random(chance))
@@ -117,7 +117,7 @@ def _shown(ends: list[Ended]) -> str:
 
 
 def _pause_before_renames(chance: random.Random) -> None:
-    """In this process every rename waits for up to two milliseconds first."""
+    """Let every rename in this process wait for up to two milliseconds."""
 
     def pause(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "os.rename":

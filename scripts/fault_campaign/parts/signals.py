@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in every phase of every command: exit status 130 and one sentence."""
+"""SIGINT and SIGTERM in every phase of every command: exit code 130 and one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ main()
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Imports in processes of their own, all other phases in forked ones."""
+    """Imports in new processes, all other phases in forks."""
     setting = make_setting(campaign.folder / "setting", foreign=campaign.full)
     kinds = [signal.SIGINT, signal.SIGTERM]
     importing = Count("a command stopped during imports ends with exit code 130 and one sentence")

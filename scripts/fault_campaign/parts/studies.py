@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a study, of its parent alone or of every process, again and again."""
+"""SIGKILL during a study, of its parent or of every process, repeatedly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from normattn.lab.studies import names
 
 FULL_ONLY = True
 CLOCKS = ("step_time", "training_seconds")
-"""What is measured of time is another each time."""
+"""Statistics of time, which differ in each run."""
 LIMIT_SECONDS = 1800.0
 FEW = {
     "factors": "preset,no-tiling",
@@ -31,15 +31,13 @@ FEW = {
     "reading": "KNA",
     "realformer": "PostLN,RealFormer",
 }
-"""One or two rows of the studies that have many: each row goes the same way."""
-
-
+"""One or two rows of studies that have many similar ones."""
 KILLS = 10
-"""Of each way in each study: 200 and more in all."""
+"""The number for each study and way; more than 200 in all."""
 
 
 def run(campaign: Campaign) -> Iterator[Count]:
-    """Every study's smoke preset, killed again and again until it is done, in both ways at once."""
+    """Kill every study's smoke preset until it is done, both ways concurrently."""
     same = Count("a study killed ten times on its way gives the same measurements")
     goes_on = Count("a killed study goes on when it is started again")
     with ThreadPoolExecutor(2) as pool:
@@ -49,7 +47,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
             whole = campaign.folder / f"{study}-whole"
             before = time.monotonic()
             code = _start(study, whole).wait(LIMIT_SECONDS)
-            # Starting takes some seconds, in which nothing of the study is done.
+            # Starting takes some seconds without progress.
             longest = 6 + 2 * (time.monotonic() - before) / KILLS
             if code != 0:
                 same.failed(f"{study} as it is ended with {code}")
@@ -61,11 +59,11 @@ def run(campaign: Campaign) -> Iterator[Count]:
             ends = pool.map(_killed_until_done, [study] * 2, places, moments, (False, True))
             for every, (kills, code) in zip((False, True), ends, strict=True):
                 whose = "every process" if every else "the parent"
-                told = f"{study}, {whose} killed {kills} times: ended with {code}"
+                description = f"{study}, {whose} killed {kills} times: ended with {code}"
                 for _ in range(kills):
-                    goes_on.check(code == 0, told)
+                    goes_on.check(code == 0, description)
                 held = code == 0 and _measured(places[every]) == _measured(whole)
-                same.check(held, f"{told}; measurements differ")
+                same.check(held, f"{description}; measurements differ")
     yield same
     yield goes_on
 
@@ -73,7 +71,7 @@ def run(campaign: Campaign) -> Iterator[Count]:
 def _killed_until_done(
     study: str, out: Path, moments: Sequence[float], every: bool
 ) -> tuple[int, int]:
-    """How often it was killed, and the exit status of the attempt that nobody killed."""
+    """The number of kills, and the exit code of the attempt that was not killed."""
     for kills, moment in enumerate(moments):
         process = _start(study, out)
         try:
@@ -84,9 +82,9 @@ def _killed_until_done(
 
 
 def _measured(out: Path) -> str:
-    """A digest of the page's frame, of which every number of its tables is made."""
-    found = measurements.read(out / measurements.FILE).filter(~pl.col("statistic").is_in(CLOCKS))
-    return hashlib.sha256(repr(found.rows()).encode()).hexdigest()
+    """A digest of the measurements of a study's page."""
+    measured = measurements.read(out / measurements.FILE).filter(~pl.col("statistic").is_in(CLOCKS))
+    return hashlib.sha256(repr(measured.rows()).encode()).hexdigest()
 
 
 def _start(study: str, out: Path) -> subprocess.Popen[bytes]:
@@ -102,7 +100,7 @@ def _start(study: str, out: Path) -> subprocess.Popen[bytes]:
 
 
 def _kill(process: subprocess.Popen[bytes], every: bool) -> None:
-    """The parent alone, or its children with it (each is in a process group of its own)."""
+    """Kill the parent and, with `every`, its children, which have their own process groups."""
     try:
         children = psutil.Process(process.pid).children(recursive=True) if every else []
     except psutil.NoSuchProcess:

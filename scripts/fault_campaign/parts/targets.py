@@ -1,4 +1,4 @@
-"""A folder that somebody else fills between a command's check and its rename."""
+"""A folder that another program fills between a command's check and its rename."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def run(campaign: Campaign) -> Iterator[Count]:
             place.mkdir()
         works.append(_filled_at(event, place, work_of(command(setting, place))))
     for (_, _, _, place), end in zip(cases, in_groups(works), strict=True):
-        mine = [path.name for path in place.iterdir()] == ["thesis.tex"]
-        beside = [path.name for path in place.parent.glob(f".{place.name}.*")]
-        held = mine and not beside and end.code == 2 and end.orderly
-        left.check(held, f"{place.name}: {beside} {end.shown}")
+        unchanged = [path.name for path in place.iterdir()] == ["thesis.tex"]
+        leftovers = [path.name for path in place.parent.glob(f".{place.name}.*")]
+        held = unchanged and not leftovers and end.code == 2 and end.orderly
+        left.check(held, f"{place.name}: {leftovers} {end.shown}")
         if not campaign.has_time:
             break
     yield left
@@ -50,15 +50,15 @@ def _export(setting: Setting, place: Path) -> list[str]:
 
 
 def _extend(setting: Setting, place: Path) -> list[str]:
-    """With a directory of records of its own, which is no part of the promise."""
+    """The command, with a separate directory of records."""
     records = place.with_name(f"records-of-{place.name}")
-    asked = ["--lengths", "16,32", "--methods", "PI", "--windows", "1"]
+    options = ["--lengths", "16,32", "--methods", "PI", "--windows", "1"]
     line = ["extend", str(setting.model), "--text", str(setting.text), "--out", str(records)]
-    return [*line, *asked, "--no-passkey", "--save", str(place)]
+    return [*line, *options, "--no-passkey", "--save", str(place)]
 
 
 def _filled_at(event: str, place: Path, work: Callable[[], int]) -> Callable[[], int]:
-    """`work`, in the middle of which `place` is filled: by whoever else writes there."""
+    """`work`, during which another program fills `place`."""
 
     def disturbed() -> int:
         def fill(found: str, arguments: tuple[Any, ...]) -> None:
