@@ -111,7 +111,7 @@ def _weights(spec: ScoreSpec, noise: float) -> dict[str, Tensor]:
 
 
 def _of_input(spec: ScoreSpec) -> dict[str, Any]:
-    """Gate and forget logits, which a layer would compute; every eighth token forgets."""
+    """Gate and forget logits, which a layer computes from its input; every eighth token forgets."""
     logits_by_name = {}
     if spec.gate is not None:
         logits = spec.gate.logits(HEADS, TOKENS)

@@ -63,19 +63,15 @@ class _Stub(types.ModuleType):
 
 
 class _Layer(torch.nn.Module):
-    """Base class of vLLM's layers."""
-
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
     @classmethod
     def register(cls, *_: Any, **__: Any) -> Any:
-        """Register nothing."""
         return lambda kind: kind
 
     @classmethod
     def enabled(cls) -> bool:
-        """False: there is no custom kernel."""
         return False
 
 

@@ -150,7 +150,6 @@ def _kill(pid: int) -> None:
 
 
 def _become(work: Callable[[], int], stderr: int) -> None:
-    """Run `work` in this forked process, then exit."""
     code = CRASHED
     try:
         os.dup2(stderr, 2)

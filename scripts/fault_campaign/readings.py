@@ -131,8 +131,6 @@ def _gguf(setting: Setting, place: Path) -> None:
 
 
 def _cached(work: Work, cache: Path) -> Work:
-    """`work` with this cache folder."""
-
     def cached() -> int:
         os.environ["NORMATTN_CACHE"] = str(cache)
         return work()

@@ -1,4 +1,4 @@
-"""Every file that a command reads, damaged in every way: an error names it, or results are equal."""
+"""Every file that a command reads, damaged in every way: an error names it, or nothing changes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ class _Trial:
 
     @cached_property
     def base(self) -> Path:
-        """The undamaged folder, made once."""
         place = self.folder / "bases" / self.reading.name.replace(" ", "-")
         place.parent.mkdir(exist_ok=True)
         self.reading.make(self.setting, place)
@@ -163,10 +162,7 @@ class _Trial:
         return results
 
     def cases(self) -> Iterator[tuple[Path, str, int]]:
-        """Every file with every damage and the number of every work that opens the file.
-
-        A file that no work opens in Python is tried with every work.
-        """
+        """Every file with every damage and each work that opens it: every work if Python sees none."""
         paths = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
         damageable = [
             path
@@ -205,7 +201,6 @@ class _Trial:
         return self.reading.works(self.setting, place, self.scratch(slot) / "out")
 
     def is_kept(self, slot: int, number: int, lost: Path | None) -> bool:
-        """Whether the judged files have the same bits, except `lost`."""
         if not self.reading.judged:
             return True
         found, expected = self.judged(slot), self.undamaged[number].files
@@ -218,7 +213,6 @@ class _Trial:
         return judged_files(self.scratch(slot), self.reading.judged)
 
     def executed(self, slot: int) -> bool:
-        """Whether a pickle's payload was executed."""
         return bool(list(self.scratch(slot).rglob("executed")))
 
 

@@ -82,7 +82,6 @@ def _killed_until_done(
 
 
 def _measured(out: Path) -> str:
-    """A digest of the measurements of a study's page."""
     measured = measurements.read(out / measurements.FILE).filter(~pl.col("statistic").is_in(CLOCKS))
     return hashlib.sha256(repr(measured.rows()).encode()).hexdigest()
 

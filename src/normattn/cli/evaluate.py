@@ -91,7 +91,6 @@ def _protocol(name: str) -> str:
 
 
 def _print_numbers(measured: pl.DataFrame) -> None:
-    """Print a row for every score, protocol and length; intervals are on the page."""
     task = pl.col("factor.task") if "factor.task" in measured.columns else pl.lit(None, pl.String)
     keys = ["row", "method", "protocol", "length"]
     named = measured.with_columns(pl.coalesce(task, "protocol").alias("protocol"))

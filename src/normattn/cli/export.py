@@ -145,7 +145,6 @@ def export_run(args: options.Export) -> None:
 
 
 def _card_fields(run: Path, config: Any) -> dict[str, Any]:
-    """The fields of the model card: score, corpus, a table of settings, the last loss."""
     corpus, fields = str(config.data.corpus), config.model_dump(mode="json")
     rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
     rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
@@ -246,11 +245,7 @@ def _fast(tokeniser: Any, **options: Any) -> Any:
 
 
 def _write_evaluation(run: Path, config: Any, folder: Path) -> str:
-    """Write the table and figures of the evaluations, and return their section of the card.
-
-    It is "" without evaluations. Evaluations that cannot be compared in one table are left out with
-    a warning on stderr.
-    """
+    """Write tables and figures of comparable evaluations; return the card's section, or ""."""
     stores = (MeasurementStore(run / EVALUATIONS), standalone_store(run))
     if not isinstance(config, TrainingConfig) or not any(map(len, stores)):
         return ""

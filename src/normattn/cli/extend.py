@@ -109,7 +109,6 @@ def _resolve(
 
 
 def _extended(model: Any, method: str, settings: ExtensionSettings) -> AbstractContextManager[Any]:
-    """A context in which the model is extended by a method."""
     if method == UNMODIFIED:
         return nullcontext()
     parameters = settings.parameters(method)
@@ -119,7 +118,7 @@ def _extended(model: Any, method: str, settings: ExtensionSettings) -> AbstractC
 def _supported(
     model: Any, methods: Sequence[str], settings: ExtensionSettings, skip: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The supported methods, and a note on each other method, which `skip` leaves out."""
+    """The supported methods, and a note on each other one, which raises an error unless `skip`."""
     supported, notes = [], []
     for method in methods:
         try:
@@ -135,7 +134,7 @@ def _supported(
 
 
 def _plan_cells(evaluator: Evaluator, methods: Sequence[str], passkey: bool) -> list[Cell]:
-    """Every cell, text before pass keys, which take as long again."""
+    """Every cell: first text, then pass keys, which take as long again."""
     settings = evaluator.settings
     if passkey:
         evaluator.passkey_window(settings.passes[0], 0)  # raises an error for too short a length
@@ -185,7 +184,7 @@ def _evaluate_method(
     missing: Sequence[Cell],
     progress: EvaluationProgress,
 ) -> str | None:
-    """Evaluate cells of one method; a sentence where one failed, which skips the rest."""
+    """Evaluate cells of one method; return a sentence if one failed, which skips the others."""
     settings, method = evaluator.settings, missing[0].method
     with _extended(evaluator.model, method, settings) as extension:
         identity = Identity(
@@ -224,7 +223,6 @@ def _evaluate_method(
 
 
 def _report(out: Path, settings: ExtensionSettings) -> str | None:
-    """Write the report, print its summary and return the recommended method."""
     measured = STUDY.measurements(out)
     if not measured.height:
         show("No length was evaluated in all its windows: nothing can be recommended.")
@@ -237,7 +235,6 @@ def _report(out: Path, settings: ExtensionSettings) -> str | None:
 def _save(
     path: Path, method: str | None, model: Any, tokeniser: Any, settings: ExtensionSettings
 ) -> None:
-    """Save the model with a method, for `normattn.from_pretrained`."""
     if method is None:
         raise InputError(
             f"nothing is saved to {path}: no method was better than the unmodified model; to "
@@ -254,7 +251,6 @@ def _save(
 
 
 def _cost(cells: Sequence[Cell]) -> float:
-    """The approximate cost of these cells, in tokens of a short window."""
     return math.fsum(cell.length * (1 + cell.length / _QUADRATIC_FROM) for cell in cells)
 
 

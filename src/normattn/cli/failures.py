@@ -46,7 +46,6 @@ def print_error(sentence: str) -> None:
 
 
 def _report_usage_error(error: BaseException) -> int:
-    """Print an error of the command line parser; no_args_is_help also ends here."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message)
@@ -59,7 +58,7 @@ def _report_usage_error(error: BaseException) -> int:
 
 
 def _describe_system_error(error: BaseException) -> str | None:
-    """Describe an error of the system: memory, threads, files. None for other errors."""
+    """A sentence for an error of memory, threads or files; None for other errors."""
     memory_error = memory_error_in(error)
     if memory_error is not None:
         first_line = next(iter(str(memory_error).splitlines()), "")

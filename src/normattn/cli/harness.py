@@ -200,7 +200,6 @@ class NormattnLM(HFLM):
 
     @contextmanager
     def _windows(self) -> Iterator[None]:
-        """Set `max_length` to the training length where none was given."""
         before, self._max_length = self._max_length, self._max_given or self._trained
         try:
             yield

@@ -91,16 +91,13 @@ class _ScoredPieces(ConfigurableTask):
         """The task's documents."""
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
-        """Create the documents; nothing is downloaded."""
         documents = self.documents(self.config.metadata or {})
         self.dataset = {"test": datasets.Dataset.from_list(documents)}
 
     def doc_to_text(self, doc: Mapping[str, Any], doc_to_text: Any = None) -> str:
-        """The text before the first scored piece."""
         return str(doc["context"])
 
     def doc_to_target(self, doc: Mapping[str, Any], doc_to_target: Any = None) -> str:
-        """The first scored piece."""
         return str(doc["pieces"][0])
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
@@ -121,7 +118,6 @@ class _ScoredPieces(ConfigurableTask):
 
     @property
     def _metrics(self) -> set[str]:
-        """The names of all metrics, which contain the lengths."""
         placeholder = (0.0, False)
         return {
             name
@@ -134,7 +130,6 @@ class _ScoredPieces(ConfigurableTask):
         return {metric: bits_per_byte if _BITS in metric else mean for metric in self._metrics}
 
     def higher_is_better(self) -> dict[str, bool]:
-        """True for accuracies."""
         return {metric: metric.startswith("acc") for metric in self._metrics}
 
 

@@ -131,7 +131,6 @@ def _parse_head(text: str) -> tuple[int, int] | None:
 
 
 def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
-    """The model of a finished run, with the method and precision of the options."""
     run, method = args.run, args.method
     stored = RunDirectory.existing(run)
     if stored.kind not in KINDS:
@@ -174,7 +173,6 @@ def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
 
 
 def _training(run: Path) -> pl.DataFrame:
-    """The statistics recorded during the training, for each step and head."""
     recorded = [
         (name, layer, head, score, float(line.step), value)
         for line in read_diagnostics(run)
@@ -195,7 +193,6 @@ def _training(run: Path) -> pl.DataFrame:
 
 
 def _open_transformers_model(args: options.Inspect, contexts: ExitStack) -> Subject:
-    """A transformers model, with the method of the options."""
     name = model_name(args.run)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     model, tokeniser = load(args.run, dtype=dtype)

@@ -77,7 +77,7 @@ def transformers_inputs(model: Any, tokeniser: Any, args: options.Inspect) -> In
 
 
 def _drawn_row(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, Any]:
-    """The last three fields of `Inputs` for self-attention to the start of a row."""
+    """`drawn`, `drawn_length` and `words` of `Inputs` for the start of a row of tokens."""
     drawn = row[:DRAWN_TOKENS]
     words = [word(token) for token in drawn.tolist()]
     return drawn, len(drawn), lambda name: (words, words)
@@ -140,7 +140,6 @@ def _documents(config: ClassificationConfig, args: options.Inspect, model: nn.Mo
 
 
 def _sentences(config: TranslationConfig, args: options.Inspect, model: Any) -> Inputs:
-    """Validation pairs."""
     _refuse_options(args, "text", "length")
     data = prepare_pairs(config.data)
     refuse_other_data(data, args.run)

@@ -44,7 +44,6 @@ def show_components(options: List) -> None:
 
 
 def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
-    """Print one line per component, by slot, and the models with named scores."""
     width, slot = max(map(len, known)), None
     console.print("A score is s = λ ⟨P N_q(q), P N_k(k)⟩ + b + r, and a name lists its components:")
     console.print("KNA-logn-YaRN is a variant, a logn and a rope scaling.")
@@ -106,7 +105,6 @@ def _kernels(spec: Any) -> dict[str, str]:
 
 
 def _lines(entry: dict[str, Any]) -> list[str]:
-    """Format the description of a component as lines."""
     lines = [entry["summary"], entry["equation"], entry["source"]]
     if entry["parameters"]:
         lines.append("parameters: " + ", ".join(map(_parameter, entry["parameters"])))

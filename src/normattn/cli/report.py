@@ -127,7 +127,6 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
 
 
 def _configuration(folder: Path) -> tuple[Mapping[str, Any], str | None]:
-    """Return the settings and the study in a folder's config.json."""
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "jobs").is_dir():
@@ -191,7 +190,7 @@ def _gallery(folders: Sequence[Path], out: Path) -> Content:
 
 
 def _copy_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
-    """Copy settings and sources to `out`, so that it is a folder of the study."""
+    """Copy settings and corpora to `out`, so that it is a folder of the study."""
     settings = out / "config.json"
     if not config or out.resolve() == source.resolve():
         return

@@ -117,7 +117,7 @@ def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
 
 
 def _language_model(run: Path) -> TrainingConfig | None:
-    """How the run of a language model was trained; None for another one."""
+    """The training settings of a language model's run; None for another kind of run."""
     stored = RunDirectory.existing(run).config
     if "model" not in stored or "score" not in stored["model"]:
         return None
@@ -170,7 +170,6 @@ def _difference(first: Path, second: Path) -> tuple[str, str, str] | None:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """The training settings of a run; of a language model with all defaults."""
     config = _language_model(run)
     stored: dict[str, Any] = RunDirectory.existing(run).config
     return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))

@@ -102,8 +102,6 @@ def _group() -> None:
 
 
 def _command(study: Study) -> Any:
-    """Return the command of a study."""
-
     def run(options: ReproduceOptions) -> None:
         from normattn.lab.studies import errors_in
         from normattn.lab.sweep import clusters, launchers

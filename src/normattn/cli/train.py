@@ -66,7 +66,6 @@ def _short_warmup(preset: dict[str, Any], changes: dict[str, Any]) -> dict[str, 
 
 
 def _describe(config: TrainingConfig) -> list[str]:
-    """Describe the size and cost of a run in two lines."""
     model = config.model
     tokens = config.steps * config.batch_size * model.train_length
     flops = flops_per_token(model, model.train_length)

@@ -347,7 +347,6 @@ def _mistakes(
 
 
 def _ignored_factors(settings: EngineSettings, rope: Mapping[str, Any]) -> Iterator[str]:
-    """Scaling factors that change nothing, and why."""
     names = [name for name in sorted(rope) if "factor" in name and "partial" not in name]
     factors = {name: _format_number(rope[name]) for name in names}
     changed = ", ".join(f"{name}={n}" for name, n in factors.items() if n not in ("1", "None"))
@@ -362,7 +361,6 @@ def _ignored_factors(settings: EngineSettings, rope: Mapping[str, Any]) -> Itera
 def _original_length_mistakes(
     intended: _Intention, settings: EngineSettings, rope: Mapping[str, Any]
 ) -> Iterator[str]:
-    """A trained length that is missing, or that was multiplied already."""
     rope_type, engine, source = rope_type_of(rope), settings.engine, _ORIGINAL
     name = {"yarn": "YaRN"}.get(rope_type, rope_type)
     length = rope.get(source)

@@ -42,15 +42,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model to be served under a method.
+    """A model to be served under a method, for texts of up to `max_length` tokens.
 
-    Attributes:
-        model: the model's name for the engine: a folder, a file, a name on the hub.
-        plan: the method for this model, with all its values.
-        max_length: the longest text in tokens.
-        architecture: the architecture's name in a GGUF of the model; None if unknown.
-        text_config_name: the field that holds the text configuration, where it is nested.
-        version: the engine's version; None for the one that was checked.
+    `model` is its name for the engine: a folder, a file or a name on the hub. `architecture` is its
+    name in a GGUF, None if unknown. `text_config_name` is the field of a nested text configuration.
+    `version` is the engine's, None for the one that was checked.
     """
 
     model: str
@@ -244,7 +240,6 @@ def checked_gguf_keys(deployment: Deployment) -> dict[str, tuple[str, Any]]:
 
 
 def _gguf(deployment: Deployment) -> str:
-    """Keys of a GGUF file, as key=type:value."""
     keys = checked_gguf_keys(deployment)
     return "".join(f"{name}={kind}:{value}\n" for name, (kind, value) in keys.items())
 
@@ -257,10 +252,8 @@ def _command(*lines: str) -> str:
 class Engine:
     """How a method is written for one engine.
 
-    Attributes:
-        write: writes the settings.
-        version: the version that they were checked with, and how.
-        oldest: the oldest version, major and minor, that they are valid for.
+    `version` says which version `write` was checked with, and how. `oldest` is the oldest major and
+    minor version that it is valid for.
     """
 
     write: Callable[[Deployment], str]

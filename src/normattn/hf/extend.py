@@ -255,11 +255,9 @@ class Extension:
         self._undo.append(handle.remove)
 
     def _add_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call a hook with a module's arguments before its forward, until the extension ends."""
         self._undo_hook(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set a plain attribute, until the extension ends."""
         attributes = module.__dict__
         if name in attributes:
             self._undo.append(partial(attributes.__setitem__, name, attributes[name]))

@@ -132,7 +132,6 @@ def _weight_names(config: CausalLMConfig) -> Iterator[tuple[str, list[str]]]:
 
 
 def _to_causal_lm_config(model: Any) -> CausalLMConfig:
-    """normattn's configuration of a model; `InputError` for settings that it does not have."""
     kind, extension = type(model).__name__, extension_of(model)
     if extension is not None:
         raise InputError(
@@ -188,7 +187,6 @@ def _refuse_settings(config: Any, rope: dict[str, Any], kind: str) -> None:
 
 
 def _check_logits(model: Any, converted: CausalLM) -> None:
-    """Raise `InputError` where the converted model gives other logits for a few tokens."""
     weight = model.lm_head.weight
     ids = torch.arange(9, device=weight.device)[None] % converted.config.vocab_size
     with torch.no_grad(), without_dropout(model):
@@ -203,7 +201,6 @@ def _check_logits(model: Any, converted: CausalLM) -> None:
 
 
 def _to_llama_config(config: CausalLMConfig) -> tuple[str, Any]:
-    """The family and transformers' configuration of a model; `InputError` where none matches."""
     import transformers
 
     spec, normed = config.score, config.score.variant.name == "QKRMSNorm"

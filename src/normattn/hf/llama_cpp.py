@@ -286,7 +286,6 @@ def resolve_settings(
 
 
 def _parse_numbers(flags: Mapping[str, str], file: str) -> dict[str, float]:
-    """The numeric flags; a scale must be above 0."""
     numbers = {}
     for name in flags.keys() - {"--rope-scaling"}:
         try:
@@ -302,7 +301,6 @@ def _parse_numbers(flags: Mapping[str, str], file: str) -> dict[str, float]:
 def _resolve_rope(
     rope: Mapping[str, Any], keys: Mapping[str, Any], numbers: Mapping[str, float], file: str
 ) -> dict[str, Any]:
-    """The rope parameters with which transformers computes what llama.cpp computes."""
     rope_type = str(rope.get("rope_type", "linear")).replace("default", "none")
     known = ("none", "linear", "yarn", "longrope")
     if rope_type not in known:

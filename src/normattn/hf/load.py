@@ -243,7 +243,6 @@ def _loading_options(source: str, gguf: str | None) -> dict[str, Any]:
 
 
 def _refuse_unknown_type(file: Path) -> None:
-    """Raise `InputError` for a configuration whose model_type transformers does not know."""
     from transformers import CONFIG_MAPPING
 
     model_type = read_object(file).get("model_type")

@@ -37,13 +37,9 @@ def explained(subject: str, why: str = "cannot be loaded by transformers") -> It
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts that an extension touches.
+    """A transformers model, its decoder below the head, and that decoder's configuration.
 
-    Attributes:
-        model: the model of transformers.
-        config: the configuration of its text decoder.
-        decoder: the module below the model's head.
-        adapted: the PEFT model that wraps it, if any.
+    `adapted` is the PEFT model that wraps it, if any.
     """
 
     model: Any

@@ -223,10 +223,7 @@ class NormattnModel(_Model):
 
 
 def _padding_mask(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
-    """True where an attention mask over all tokens so far is 0; None without padding.
-
-    Raises `InputError` for a mask of another shape or with other values than 0 and 1.
-    """
+    """True where the mask over all tokens so far is 0, None without padding; checks the mask."""
     if mask is None:
         return None
     rows, tokens = checked_ids(ids, "input_ids").shape[0], before + ids.shape[1]
@@ -295,7 +292,6 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
     ) -> None:
-        """Called by `generate` before the prefill."""
         if generation_config.cache_implementation is not None:
             raise InputError(
                 f"cache_implementation={generation_config.cache_implementation!r} cannot be "

@@ -102,10 +102,7 @@ def _attend_observed(
 def _check_output(
     module: nn.Module, observed: Float[Tensor, "b t h e"], output: Float[Tensor, "b t h e"]
 ) -> None:
-    """Raise `InputError` unless the layer's output is the observed one; checked once a layer.
-
-    Rows that see no key are left out.
-    """
+    """Raise `InputError` unless a layer gives the observed output in rows that see a key."""
     rows = (observed != 0).any(-1, keepdim=True)
     error = ((output - observed) * rows).abs().nan_to_num(posinf=torch.inf).amax()
     share = float(error / observed.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0

@@ -199,7 +199,6 @@ def _resolve_method(
 
 
 def _refuse_unsupported(planned: Plan) -> None:
-    """Raise `InputError` where the layers do not support the method."""
     name, spec, scaling = planned.parts.name, planned.spec, planned.spec.rope_scaling
     full = planned.full_layers
     rotated = [(x.module, x.rotation) for x in full if x.rotation is not None]

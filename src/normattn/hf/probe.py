@@ -228,14 +228,10 @@ def run_recorded(
 class ProbedLayer:
     """The record of one layer: its attention calls, also with other position embeddings.
 
-    Attributes:
-        module: the layer.
-        calls: its calls in one forward.
-        argument: the name or index of its argument for position embeddings; None if it has none.
-        tables: these embeddings.
-        has_position_ids: whether it receives position_ids.
-        rotary: the module that computed the embeddings, and the layer type it computed them for.
-        unrotated, doubled: its call with embeddings that rotate nothing, and with those times 2.
+    `calls` are those of `module` in one forward. `argument` is the name or index of its argument
+    for position embeddings (None if it has none), `tables` are these embeddings, and `rotary` is
+    the module and layer type that they come from. `unrotated` and `doubled` are its call with
+    embeddings that rotate nothing, and with those times 2.
     """
 
     module: nn.Module
@@ -268,7 +264,6 @@ class _Probe:
         self._rerun_calls: list[AttentionCall] | None = None
 
     def record_mask(self, mask: Tensor, window: int) -> None:
-        """Record the window of a mask."""
         self._alive.append(mask)
         self._windows[mask.data_ptr()] = window
 

@@ -34,10 +34,8 @@ Spectrum = tuple[Tensor, float]
 class EmbeddingTables:
     """The format in which a model computes position embeddings from frequencies.
 
-    Attributes:
-        layout: the order of the P angles of a token.
-        frequencies: θ_m, as trained (P,), in float64.
-        amplitude: the factor of cos and sin.
+    `layout` is the order of the P angles of a token, `frequencies` are θ_m as trained, in float64,
+    and `amplitude` is the factor of cos and sin.
     """
 
     layout: Layout
@@ -160,13 +158,10 @@ def method_gain(spec: ScoreSpec) -> float:
 
 @dataclass(eq=False)
 class Layer(ProbedLayer):
-    """The record of one attention layer, and its detected rotation.
+    """The record of attention layer number `index`, and its detected rotation.
 
-    Attributes:
-        index: its number.
-        rotation: how its heads are rotated; None without rotary positions and within a window.
-        table_format: the format of its position embeddings.
-        key_source: the layer whose keys it reads, where they are not its own.
+    `rotation` is None without rotary positions and within a window. `table_format` is the format of
+    its position embeddings. `key_source` is the layer whose keys it reads, if not its own.
     """
 
     index: int = 0
@@ -316,7 +311,6 @@ def _fit_rotation(
 
 
 def _reproduces(rotation: HeadRotation, unrotated: Tensor, rotated: Tensor, side: int) -> bool:
-    """Whether this rotation gives the recorded tensor, up to rounding."""
     tolerance = 1e-3 if unrotated.dtype in FULL_PRECISION else 5e-2
     error = (rotation.rotated(unrotated, side) - rotated).abs().max()
     return bool(error <= tolerance * rotated.abs().max())

@@ -68,7 +68,7 @@ def _equal(first: Spectrum, second: Spectrum | None) -> bool:
 
 
 def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
-    """The module and the name of the buffer that give a layer's tables, if known."""
+    """The module and name of the buffer that a layer's tables are computed from, if known."""
     if layer.rotary is None:
         return None
     module, layer_type = layer.rotary

@@ -267,13 +267,11 @@ def _build_spec(
 
 
 def _amplitude(spec: ScoreSpec) -> float:
-    """The factor of queries and keys in the rotation."""
     scaling = spec.rope_scaling
     return 1.0 if scaling is None else float(scaling.gain(spec.train_length) ** 0.5)
 
 
 def _fit_variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
-    """The norm and the scale as a part."""
     fields: dict[str, Any] = {}
     scale, norms = layer.scaling, [norm for norm in (fit.q, fit.k) if norm.kind]
     for norm in (fit.q, fit.k):
@@ -294,7 +292,6 @@ def _fit_variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
 def _difference(
     spec: ScoreSpec, layer: RecordedLayer, fit: _Fit, gate: Gating, mask: Masking
 ) -> float:
-    """The error of `attention` with this score, as a share of the layer's largest output."""
     score = Score(spec, layer.q.shape[1], layer.q.shape[-1], layer.k.shape[1]).double()
     for module, norm in ((score.query_norm, fit.q), (score.key_norm, fit.k)):
         for name, value in (("weight", norm.gain), ("bias", norm.bias)):

@@ -276,7 +276,6 @@ def _hiding_part(
 
 
 def _configured_window(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:
-    """The window of the layer's arguments or of its configuration."""
     kind = layer_type(config, layer.index)
     if kind == "chunked_attention":
         return Chunked(size=config.attention_chunk_size)

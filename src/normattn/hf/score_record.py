@@ -94,10 +94,7 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Run the model in float32; half precision cannot distinguish the kinds of norms.
-
-    Numbers in half precision are restored exactly.
-    """
+    """Run the model in float32, as half precision hides the kind of norm; restores it exactly."""
     tensors = (*model.parameters(), *model.buffers())
     half = [(x, x.dtype) for x in tensors if x.dtype in HALF_PRECISION]
     try:

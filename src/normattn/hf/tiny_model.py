@@ -86,7 +86,6 @@ def in_float64(model: Any) -> Any:
 
 
 def _shrink(text: Any) -> None:
-    """Set the sizes of a text configuration to those of a small model."""
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         raise InputError(
@@ -148,12 +147,9 @@ _TOLERANCE = 1e-4
 class LayerValues:
     """The position values of one layer at one length.
 
-    Attributes:
-        frequencies: the angle for each token (P,), 0 for pairs that do not rotate; None without
-            RoPE.
-        amplitude: the factor of cos and sin.
-        scale: the factor of the logits, with the growth of queries at this length.
-        window: the sliding window in tokens; None without one.
+    `frequencies` are the angles for each token (P,), 0 for pairs that do not rotate; None without
+    RoPE. `amplitude` is the factor of cos and sin, `scale` that of the logits at this length.
+    `window` is the sliding window in tokens, None without one.
     """
 
     frequencies: Tensor | None
@@ -251,7 +247,6 @@ def differences(expected: Positions, computed: Positions) -> Iterator[str]:
 
 
 def _layer_differences(expected: LayerValues, computed: LayerValues) -> Iterator[tuple[str, str]]:
-    """Each kind of value that differs, with a sentence."""
     theta, computed_theta = expected.frequencies, computed.frequencies
     if theta is None or computed_theta is None:
         if theta is not computed_theta:
