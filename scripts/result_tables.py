@@ -178,9 +178,9 @@ def together() -> str:
     of_post = {c["claim"] for f, c in claims if f == ONE_HEAD and c["source"] == "kexue 9859"}
     body = []
     for folder, name in shown.items():
-        own = {n: c for n, (f, c) in enumerate(claims) if f == folder and c["claim"] in of_post}
-        alone = sum(claim["verdict"] == "confirmed" for claim in own.values())
-        body.append([name, str(len(own)), str(alone), str(len(jointly & own.keys()))])
+        tested = {n: c for n, (f, c) in enumerate(claims) if f == folder and c["claim"] in of_post}
+        alone = sum(claim["verdict"] == "confirmed" for claim in tested.values())
+        body.append([name, str(len(tested)), str(alone), str(len(jointly & tested.keys()))])
     return lines(
         ["architecture", "claims", "confirmed", f"confirmed, of {len(claims)} together"], body
     )
