@@ -1,1 +1,1 @@
-"""normattn beside other libraries: `python -m benchmarks --help`. Not part of the wheel."""
+"""Comparisons with other libraries: `python -m benchmarks --help`. Not part of the wheel."""

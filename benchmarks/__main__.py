@@ -23,7 +23,7 @@ BENCHMARKS = {
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; `--help` says what each name measures."""
+    """Parse the command line; `--help` describes each benchmark."""
     about = "\n".join(f"  {name:<12}{function.__doc__}" for name, function in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what is asked for, write the record after each case, and print the table."""
+    """Run the chosen benchmarks, write the record after each case, and print the table."""
     args = parse(arguments)
     options = Options(
         args.device,

@@ -1,4 +1,4 @@
-"""One attention, forward or forward and backward, beside torch's own kernels.
+"""One attention, forward or forward and backward, compared with torch's own kernels.
 
 Legend: B batch, H heads, T tokens, D head dimension.
 """
@@ -50,7 +50,7 @@ class Shape:
         return q, k, v
 
     def step(self, call: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Step:
-        """The call without gradients, or with those of `inputs`."""
+        """`call` without gradients, or with the gradients of `inputs`."""
         if not self.backward:
             return torch.no_grad()(call)
 

@@ -119,7 +119,7 @@ def measure(case: Case, options: Options) -> Result:
 
 
 def machine(options: Options) -> dict[str, Any]:
-    """What the numbers depend on: processor or GPU, threads, versions, date."""
+    """Facts that affect the numbers: processor or GPU, threads, versions, date."""
     versions = {}
     for package in PEERS:
         try:

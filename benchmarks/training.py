@@ -1,4 +1,4 @@
-"""A whole training step: our decoder beside transformers' Llama and x-transformers' decoder.
+"""A training step of our decoder, transformers' Llama and x-transformers' decoder.
 
 All have rotary positions or ALiBi, RMSNorm, SwiGLU and one embedding for input and output.
 """

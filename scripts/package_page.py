@@ -1,8 +1,8 @@
 """Metadata hook of hatchling (`python -m build`): the README as the package's page.
 
-The README links to files of the repository, which the package's page does not have. With
+A package's page does not have the repository's files, to which the README links. With
 NORMATTN_REPOSITORY=https://github.com/OWNER/NAME, links and images point to this version's files
-there, and [project.urls] is filled. Without it, images are left out and links are plain words.
+there, and [project.urls] is filled. Without it, images are left out and links become plain text.
 """
 
 from __future__ import annotations

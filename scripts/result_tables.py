@@ -156,7 +156,7 @@ def _verdict(claim: Row | None) -> str:
 
 
 def together() -> str:
-    """The post's claims that are confirmed, corrected in each report and over all four (Holm)."""
+    """The post's confirmed claims, corrected in each report and over all four (Holm)."""
     shown = {
         ONE_HEAD: "one head of 128",
         "keynorm-base": "one head of 128, fresh seeds",

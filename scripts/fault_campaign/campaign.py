@@ -41,7 +41,7 @@ class Count:
         self.failures.append(found)
 
     def check(self, held: bool, found: str) -> None:
-        """Count a trial; `found` describes what was seen if it failed."""
+        """Count a trial; `found` describes its failure."""
         if held:
             self.passed()
         else:

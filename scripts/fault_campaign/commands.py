@@ -133,7 +133,7 @@ class Command:
     share: int = 1
 
     def line(self, setting: Setting, out: Path) -> list[str]:
-        """The words after `normattn`."""
+        """The arguments of `normattn`."""
         return [str(argument) for argument in self.arguments(setting, out)]
 
 

@@ -76,10 +76,7 @@ def draw(
 
 
 def goes_on(setting: Setting, trial: Trial) -> str | None:
-    """Run the command again; return what is wrong, or None.
-
-    A command may refuse an output folder that already holds its whole output.
-    """
+    """Run the command again; return what is wrong, or None. It may refuse a complete output."""
     command = trial.measured.command
     (end,) = race([work_of(command.line(setting, trial.out))])
     files = judged_files(trial.out, command.judged)

@@ -162,7 +162,7 @@ class _Trial:
         return results
 
     def cases(self) -> Iterator[tuple[Path, str, int]]:
-        """Every file with every damage, for each work that opens it; for all if none is seen to."""
+        """Each file and damage, with the works that open it, or with all if no open is seen."""
         paths = sorted(x.relative_to(self.base) for x in self.base.rglob("*") if x.is_file())
         damageable = [
             path

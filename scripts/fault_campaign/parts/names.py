@@ -23,7 +23,7 @@ MARKS = ("", "-", "(", ")", "=", ",", "@", "?", "&", ":", ".", " ", "+", "†", 
 
 
 def fuzzed(source: random.Random) -> str:
-    """A sequence of words and marks; occasionally a very long one."""
+    """A random sequence of words and marks; occasionally a very long one."""
     count = source.choice((1, 2, 3, 4, 6, 9, 500 if source.random() < 0.02 else 5))
     return "".join(source.choice(WORDS) + source.choice(MARKS) for _ in range(count))
 

@@ -79,7 +79,7 @@ def _root(
 
 
 def _add_command(name: str, options_class: type[Any], target: str) -> None:
-    """Add a command whose function is imported when called, so that `--help` is fast."""
+    """Add a command whose module is imported when it is called, so that `--help` is fast."""
     module_name, _, function_name = target.partition(":")
 
     def run(options: Any) -> int | None:

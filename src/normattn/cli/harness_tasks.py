@@ -1,7 +1,7 @@
 """The tasks of lm-evaluation-harness in `tasks/*.yaml`, from local text, without downloads.
 
-Windows are those of `normattn evaluate`, in the tokens of the evaluated model. They are decoded to
-text, because the harness takes text.
+They use the windows of `normattn evaluate` in the tokens of the evaluated model, decoded to text,
+because the harness takes text.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _document(
 
 
 def _token_data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
-    """The text's tokens, all in the test split; of a run's corpus, only its test documents."""
+    """The text's tokens, all in the test split; for a run's corpus, only its test documents."""
     run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
     config = DataConfig()
     if run is not None and settings.tokenizer is None:

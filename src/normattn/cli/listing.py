@@ -134,8 +134,8 @@ def _parameter(field: dict[str, Any]) -> str:
 def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
     """Group the components that another excludes by reason; return them with the reasons.
 
-    Reasons that differ only in the component's name are equal, and lose what the list of names
-    says already ("A and B cannot be combined: …").
+    Reasons that differ only in the component's name are equal. A reason loses its prefix "A and B
+    cannot be combined: ", which repeats the names.
     """
     groups: dict[str, list[tuple[str, str]]] = {}
     for exclusion in excludes:

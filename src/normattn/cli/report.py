@@ -79,7 +79,7 @@ def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Con
 
 @contextmanager
 def _explain_bad_measurements(folders: Sequence[Path], study: Study) -> Iterator[None]:
-    """Turn errors of a library study into `InputError`: the measurements are not its own.
+    """Turn errors of a library study into `InputError`, because the measurements must be invalid.
 
     A file with a correct digest may still have labels and numbers that no study wrote. Errors of a
     custom study are bugs in its code, and pass.

@@ -45,7 +45,7 @@ def name_scores(args: model_options.Score) -> int:
 
 
 def verify_engine(args: model_options.Verify) -> int:
-    """Print the verdict; return 0 if the engine computes what is intended, else 1."""
+    """Print the verdict; return 0 if the engine's settings are as intended, else 1."""
     verdict = verify(args.model, args.against, args.method, train_length=args.train_length)
     if args.as_json:
         _print_json({"equal": verdict.equal, **dataclasses.asdict(verdict)})

@@ -60,7 +60,7 @@ class RotatedKeyCache:
         self._keys_before = None if self._cache is None else self._cache.keys
 
     def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
-        """Start a call of attention with the keys `k`, the last `new` of which are new.
+        """Start an attention call with the keys `k`, the last `new` of which were added.
 
         `whole`: all rows of the batch are rotated at once. Sets `active`: whether this call uses
         the cache.

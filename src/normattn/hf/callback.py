@@ -68,7 +68,7 @@ class AttentionCallback(TrainerCallback):
             self._statistics = self._open.enter_context(collect_statistics(more["model"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Write what was observed."""
+        """Write the statistics, and log the largest logits."""
         statistics = self._statistics
         self.on_train_end(args, state, control)
         if statistics is None:

@@ -130,7 +130,7 @@ def verify(
 
 
 class _Intention(NamedTuple):
-    """The intended method; `plan` is None for the model as its configuration says."""
+    """The intended method; `plan` is None if it is the model's configuration."""
 
     name: str
     plan: Plan | None
@@ -171,7 +171,7 @@ def _resolve_intention(config: Any, method: str | None, length: int | None) -> _
 
 
 def _lengths_to_compare(intended: _Intention, config: Any, settings: EngineSettings) -> list[int]:
-    """The trained and the longest lengths, and those at which dynamic NTK has changed angles."""
+    """The trained and longest lengths, and lengths at which dynamic NTK changes frequencies."""
     lengths = {intended.train_length, intended.max_length, settings.max_length}
     for rope in (*rope_parameter_sets(config_dict(config)), *settings.ropes):
         if rope_type_of(rope) == "dynamic" and intended.max_length is not None:

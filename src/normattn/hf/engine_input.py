@@ -1,7 +1,7 @@
-"""Read an engine's position settings, in any form in which people keep them.
+"""Read an engine's position settings: convert any usual format to a transformers configuration.
 
-These are a configuration, an override of some fields, a command line, a compose file, a YAML of
-options, GGUF keys or a GGUF file. Each becomes a configuration of transformers.
+The formats are a configuration, an override of some fields, a command line, a compose file, a YAML
+of options, GGUF keys and a GGUF file.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _from_llama_cpp(
 ) -> EngineSettings:
     """Settings from GGUF keys and flags of llama.cpp.
 
-    `divisors` are those of a GGUF file. Without a file, keys and flags change what llama.cpp's
-    converter writes for the model.
+    `divisors` come from a GGUF file. Without a file, keys and flags modify the output of
+    llama.cpp's converter.
     """
     raw = copy.deepcopy(dict(base))
     decoder: Any = decoder_fields(raw)
@@ -190,7 +190,7 @@ def _from_fields(
     max_length: int | None = None,
     allows_long: bool = False,
 ) -> EngineSettings:
-    """Settings from a whole configuration, or from fields that replace those of the model's."""
+    """Settings from a whole configuration, or from fields that override the model's."""
     complete = "model_type" in fields
     raw = copy.deepcopy(dict(fields)) if complete else _override(base, fields)
     configured = decoder_fields(fields).get("max_position_embeddings")

@@ -209,8 +209,8 @@ def _yarn_factor(factor: float) -> float:
 class ResolvedSettings(NamedTuple):
     """The settings that llama.cpp applies.
 
-    `rope` are the rope parameters with which transformers computes the same, `max_length` is the
-    longest text, and `ignored` names the settings without effect, a sentence each.
+    transformers computes the same with the rope parameters `rope`. `max_length` is the longest
+    text, and `ignored` has a sentence for each setting without effect.
     """
 
     rope: dict[str, Any]

@@ -21,7 +21,7 @@ _DYNAMIC = {
 
 @contextmanager
 def explained(subject: str, why: str = "cannot be loaded by transformers") -> Iterator[None]:
-    """Turn any error of transformers into an `InputError`: `subject`, `why` and its message."""
+    """Turn any error of transformers into an `InputError` with `subject`, `why` and its message."""
     try:
         yield
     except NormattnError:
@@ -96,13 +96,13 @@ def rope_type_of(rope: Mapping[str, Any]) -> str:
 def model_parts(model: Any) -> ModelParts:
     """The parts of a model, also if it is compiled or wrapped by PEFT.
 
-    Raises `InputError` for what is not a decoder-only model of transformers.
+    Raises `InputError` for anything but a decoder-only model of transformers.
     """
     try:
         from transformers import PreTrainedModel
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    model = getattr(model, "_orig_mod", model)  # unwrap torch.compile
     adapted = None
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         adapted, model = model, model.get_base_model()

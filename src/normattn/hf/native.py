@@ -213,7 +213,7 @@ def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
 def refuse_applied(config: Any) -> None:
     """Raise `InputError` where transformers has applied the method that a model was saved with.
 
-    Its configuration then has another length and other frequencies than those of the training.
+    The configuration then has another length and other frequencies than in training.
     """
     record = record_of(config, getattr(config, "name_or_path", "") or "this model")
     if record is not None and TRAINED in record:
@@ -226,7 +226,7 @@ def refuse_applied(config: Any) -> None:
 def save_with_method(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec
 ) -> Callable[[], object]:
-    """Let `save_pretrained` write a method, with PEFT next to the adapter; returns the undo.
+    """Let `save_pretrained` write a method, with PEFT next to the adapter; return the undo function.
 
     An adapter that was added to an extended model raises `InputError` when it is saved, because
     PEFT would save its weights without the method.

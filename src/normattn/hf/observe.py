@@ -1,8 +1,8 @@
 """Collect attention statistics of a transformers model while it runs or trains.
 
 Each layer computes its output as before. In addition, its queries and keys go through normattn's
-kernel, without gradients and tile by tile, which reports to an observer (`kernels.stats`). So the
-model's outputs do not change, and no N × N matrix is made. An extended model uses normattn's kernel
+kernel, without gradients and tile by tile, and the kernel reports to an observer (`kernels.stats`).
+So outputs do not change, and no N × N matrix is stored. An extended model uses normattn's kernel
 itself and is observed there.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys.

@@ -52,11 +52,11 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class LayerScore:
-    """One attention layer: its score, or what is missing to identify it.
+    """One attention layer: its score, or why it was not identified.
 
     `difference` is the error of `attention` with this score, as a share of the largest output.
-    `lacks` says what no component describes, None if nothing. `beside` says what its mask does in
-    addition to the score; pass that mask to `attention` as `attn_mask`.
+    `lacks` describes what no component describes, None if nothing. `beside` describes what its mask
+    does in addition to the score; pass that mask to `attention` as `attn_mask`.
     """
 
     layer: int
@@ -175,7 +175,7 @@ def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
 
 
 def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
-    """Fits of the whole record, the simplest first."""
+    """Fits of projections to q and k, the simplest first."""
     names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
     owners = [*layer.module.modules(), config]
     values = [getattr(owner, name, None) for owner in owners for name in names]
@@ -234,8 +234,8 @@ def _build_spec(
 ) -> ScoreSpec | str:
     """The score, or a sentence that says why there is none."""
     rope, d = rope_of(config, layer.index), layer.q.shape[-1]
-    # Possible factors of q and k in the rotation, which norms hide: the square root of all factors
-    # of q · k beyond 1/√d, or the factor of k.
+    # Possible factors of q and k in the rotation (unknown after norms): the square root of all
+    # factors of q · k beyond 1/√d, or the factor of k.
     gains: tuple[float, ...] = () if fit.k.kind else (float(fit.k.gain[0, 0]),)
     if gains and not fit.q.kind:
         product = layer.scaling * d**0.5 * float(fit.q.gain[0, 0]) * gains[0]

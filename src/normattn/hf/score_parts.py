@@ -162,7 +162,7 @@ def _window_part(
 ) -> SlidingWindow | Chunked | None:
     """The part that hides the same keys as a causal mask; None where no part does.
 
-    The tokens cannot show a window that is longer; that one is taken from the configuration.
+    A window longer than the text is not visible in the mask, so it comes from the configuration.
     """
     positions = torch.arange(len(visible))
     distance = positions[:, None] - positions

@@ -191,7 +191,7 @@ def fit_norms(
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """Which features rotate, `size` of them from `start` on, and which two are a pair.
+    """The `size` features from `start` on that rotate, and how they form pairs.
 
     `half`: pairs are (m, m + P) instead of (2m, 2m + 1). `reordered`: the rotation also moves the
     pairs (2m, 2m + 1) to (m, m + P), as in DeepSeek.

@@ -42,10 +42,10 @@ _MAX_PLAUSIBLE = {"num_hidden_layers": 1000, "head_dim": 4096, "max_position_emb
 def small_model(config: Any) -> Any:
     """A small random causal language model of this configuration, with two heads.
 
-    Layers, their types, the size of a head and everything about positions are as configured. Layers
+    Layers, their types, the head dimension and everything about positions are as configured. Layers
     that select keys select few, so that a short text shows it. Weights are large enough for uneven
-    attention. Raises `InputError` where transformers cannot build the model, and for sizes beyond
-    those of any model.
+    attention. Raises `InputError` where transformers cannot build the model, and for implausible
+    sizes.
     """
     import transformers
 
