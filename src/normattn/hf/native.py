@@ -226,7 +226,7 @@ def refuse_applied(config: Any) -> None:
 def save_with_method(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec
 ) -> Callable[[], object]:
-    """Let `save_pretrained` write a method, with PEFT next to the adapter; return a call to undo it.
+    """Let `save_pretrained` write a method, with PEFT next to the adapter; return the undo.
 
     An adapter that was added to an extended model raises `InputError` when it is saved, because
     PEFT would save its weights without the method.
