@@ -1,4 +1,4 @@
-"""Measure normattn beside other libraries on this machine: `python -m benchmarks [NAME ...]`."""
+"""Compare the speed of normattn and other libraries: `python -m benchmarks [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=f"{__doc__}\n\n{about}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="all unless said")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on a CPU (default 1)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on a CPU (default 1)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="numbers of tokens")
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round: try the path")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="of the record")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round: a quick test")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of the record")
     args = parser.parse_args(arguments)
     unknown = sorted(set(args.names) - BENCHMARKS.keys())
     if unknown:

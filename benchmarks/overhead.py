@@ -100,7 +100,7 @@ def main() -> None:
     """Print times, ratios and counts, or write them as JSON."""
     parser = argparse.ArgumentParser(description="the overhead of normattn.attention")
     parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--calls", type=int, default=20, help="calls of each way in a round")
+    parser.add_argument("--calls", type=int, default=20, help="calls of each variant in a round")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
