@@ -37,7 +37,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="numbers of tokens")
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: a quick test")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of the record")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks"), help="folder for the record"
+    )
     args = parser.parse_args(arguments)
     unknown = sorted(set(args.names) - BENCHMARKS.keys())
     if unknown:

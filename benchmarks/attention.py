@@ -172,7 +172,7 @@ def _shapes(options: Options) -> list[tuple[str, Shape]]:
 
 
 def plain(options: Options) -> list[Case]:
-    """Attention without positions beside the bare kernel: what the way to it costs."""
+    """Attention without positions relative to torch's kernel: the overhead of a call."""
     return [
         Case(
             f"plain {name}",
@@ -187,7 +187,7 @@ def plain(options: Options) -> list[Case]:
 
 
 def absorbed(options: Options) -> list[Case]:
-    """Scores that change queries and keys alone, beside hand-written RoPE and torch's kernel."""
+    """Scores absorbed into queries and keys, relative to hand-written RoPE with torch's kernel."""
     cases = []
     for name, shape in _shapes(options):
         entries: dict[str, Callable[[], Step]] = {"RoPE + SDPA": partial(rope_sdpa, shape)}
@@ -198,7 +198,7 @@ def absorbed(options: Options) -> list[Case]:
 
 
 def two_regime(options: Options) -> list[Case]:
-    """ReRoPE beside RoPE with torch's kernel, and beside two full matrices."""
+    """ReRoPE relative to RoPE with torch's kernel, and to two full score matrices."""
     cases = []
     for name, shape in _shapes(options):
         score = f"Baseline-ReRoPE(window={WINDOW})@2048"
@@ -212,7 +212,7 @@ def two_regime(options: Options) -> list[Case]:
 
 
 def bias(options: Options) -> list[Case]:
-    """ALiBi and KERPLE beside torch's kernel with a mask of every pair; on a GPU flex_attention."""
+    """ALiBi and KERPLE relative to torch's kernel with a full mask; on a GPU to flex_attention."""
     cases = []
     for name, shape in _shapes(options):
         entries: dict[str, Callable[[], Step]] = {

@@ -60,7 +60,7 @@ def by_hand(shape: Shape) -> Step:
 
 
 def decode(options: Options) -> list[Case]:
-    """Every score over the longest length."""
+    """A decoding step of every score after the longest length."""
     cases = []
     length = 128 if options.quick else options.lengths[-1]
     for precision in options.dtypes:

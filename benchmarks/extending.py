@@ -62,7 +62,7 @@ def reading(length: int, precision: str, device: str, method: str | None, decodi
 
 
 def extend(options: Options) -> list[Case]:
-    """Reading and decoding, every method beside the layer as it is."""
+    """Prefill and decoding with every method, relative to the unmodified layer."""
     length = 2304 if options.quick else max(options.lengths)
     cases = []
     for precision in options.dtypes:

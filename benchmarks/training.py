@@ -134,7 +134,7 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def train(options: Options) -> list[Case]:
-    """Rotary positions at 512 tokens, ALiBi at 2,048; as many tokens in each batch."""
+    """A training step: RoPE at 512 tokens, ALiBi at 2,048, equally many tokens in a batch."""
     rotary, long = (SMALL, SMALL) if options.quick else (Size(), Size(length=2048, batch=2))
     builders: dict[str, Callable[[], nn.Module]] = {
         "transformers": partial(llama, rotary),
