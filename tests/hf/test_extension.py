@@ -29,7 +29,7 @@ def test_resolved_values_say_what_was_found() -> None:
     assert (found.base, found.head_dim, found.rotated) == (10000.0, 8, 4)
     assert (found.layout, found.attention) == ("interleaved", "normattn")
     assert (found.extended, found.cached_keys) == ((0, 1), "unrotated")
-    assert "ReRoPE(window=2)-logn+, trained to read 8 tokens" in str(found)
+    assert "ReRoPE(window=2)-logn+, trained on 8 tokens" in str(found)
     with normattn.extend(model_of("Gemma2"), "PI", factor=2, train_length=4) as extension:
         found = extension.resolved
     assert (found.train_length, found.train_length_from) == (4, "given")

@@ -68,7 +68,7 @@ def test_what_is_emitted_is_as_meant(
     text = emit(Deployment("m", plan(model, method), 4 * LENGTH, "llama"), engine)
     verdict = _verify(folder, text, tmp_path, method)
     assert verdict.differences == ()
-    assert str(verdict).startswith(f"as meant: {method.split('(')[0]}")
+    assert str(verdict).startswith(f"as intended: {method.split('(')[0]}")
     assert not [each for each in verdict.mistakes if "static" not in each and "switch" not in each]
     assert not _verify(folder, text, tmp_path, train_length=LENGTH).equal
 

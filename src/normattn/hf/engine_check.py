@@ -69,7 +69,7 @@ class Verdict:
         return not self.differences
 
     def __str__(self) -> str:
-        head = "as meant" if self.equal else "not as meant"
+        head = "as intended" if self.equal else "not as intended"
         return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
 
 
@@ -141,7 +141,7 @@ class _Intention(NamedTuple):
     def __str__(self) -> str:
         text = self.name
         if self.train_length is not None:
-            text += f", trained to read {self.train_length:,} tokens"
+            text += f", trained on {self.train_length:,} tokens"
         if self.max_length not in (None, self.train_length):
             text += f", up to {self.max_length:,} tokens"
         return text
@@ -297,7 +297,7 @@ def _length_differences(intended: _Intention, settings: EngineSettings) -> Itera
     if longest < intended_longest and (intended.plan is not None or settings.engine == "hf"):
         yield f"longest text: {longest:,} instead of {intended_longest:,} tokens"
     if longest > intended_longest:
-        yield f"longest text: {longest:,} tokens, and what is meant reaches {intended_longest:,}"
+        yield f"longest text: {longest:,} tokens; the intended method reaches {intended_longest:,}"
 
 
 def _mistakes(
@@ -333,10 +333,10 @@ def _mistakes(
                     f"base is {_DEFAULT_BASE:,.0f} instead of {max(bases):,.0f}"
                 )
         if rope_type == "yarn" and float(rope.get("factor") or 1) > 1:
-            within = "" if trained is None else f" within {trained:,} tokens"
+            within = "" if trained is None else f" (within {trained:,} tokens)"
             yield (
-                f"YaRN is static: it changes short prompts too, those{within} that the model was "
-                "trained for; serve them without it where they matter"
+                f"YaRN is static: it changes short prompts too{within}; if these matter, serve them "
+                "without it"
             )
     longer = trained is not None and max_length > trained
     if unscaled and longer and all(rope_type_of(rope) == "default" for rope in settings.ropes):
@@ -377,7 +377,7 @@ def _original_length_mistakes(
     if intended.train_length is not None and length > intended.train_length:
         yield (
             f"{name} is applied to a length that was multiplied already: rotations are counted "
-            f"within {int(length):,} tokens ({source}), and the weights were trained to read "
+            f"within {int(length):,} tokens ({source}), and the weights were trained on "
             f"{intended.train_length:,}"
         )
 

@@ -71,11 +71,11 @@ class Resolved:
     cached_keys: str
 
     def __str__(self) -> str:
-        rotated = f"{self.rotated} of {self.head_dim} features turn ({self.layout})"
+        rotated = f"{self.rotated} of {self.head_dim} features rotate ({self.layout})"
         if self.scaled is not None:
             rotated += f", on top of the model's own {self.scaled} scaling"
         lines = [
-            f"{self.method}, trained to read {self.train_length} tokens ({self.train_length_from})",
+            f"{self.method}, trained on {self.train_length} tokens ({self.train_length_from})",
             f"base {self.base:g}, {rotated}" if self.base else rotated,
             f"{len(self.extended)} layers extended; attention: {self.attention}; "
             f"cached keys: {self.cached_keys}",
