@@ -335,8 +335,8 @@ def _mistakes(
         if rope_type == "yarn" and float(rope.get("factor") or 1) > 1:
             within = "" if trained is None else f" (within {trained:,} tokens)"
             yield (
-                f"YaRN is static: it changes short prompts too{within}; if these matter, serve them "
-                "without it"
+                f"YaRN is static: it changes short prompts too{within}; if these matter, serve "
+                "them without it"
             )
     longer = trained is not None and max_length > trained
     if unscaled and longer and all(rope_type_of(rope) == "default" for rope in settings.ropes):
