@@ -186,7 +186,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Evaluator:
-    """Evaluates windows with a model as it is when called, extended or not.
+    """Evaluates windows with a model in its current state, extended or not.
 
     `scorer` maps ids (1, T + 1) to losses; `tokeniser` encodes the pass key.
     """

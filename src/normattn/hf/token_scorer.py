@@ -25,8 +25,8 @@ _ROWS = 256
 def token_scorer(model: Any) -> Callable[[Tensor], TokenScores]:
     """Maps ids (B, T + 1) to the loss in nats and the correctness of tokens 1 … T.
 
-    It is a scorer of `normattn.lab.evaluation`, for the model as it is when called, extended or
-    not. Raises `InputError` for a model whose logits are not a function of each row of its
+    It is a scorer of `normattn.lab.evaluation`, for the current state of the model, extended
+    or not. Raises `InputError` for a model whose logits are not a function of each row of its
     decoder's output, and when called with tokens beyond the model's vocabulary.
     """
     decoder, head = model_parts(model).decoder, _head_of(model)

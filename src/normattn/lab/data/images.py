@@ -140,10 +140,10 @@ def _packaged_file(name: str) -> Path:
 
 
 class ImageBatches:
-    """Batches of `batch_size` images, shuffled anew every epoch.
+    """Batches of `batch_size` images, in a new order every epoch.
 
-    With `shift` each image is moved by −shift … shift pixels down and to the right, drawn anew each
-    time. Border pixels are repeated. Raises `InputError` for a shift as large as the image.
+    With `shift` each image is moved by −shift … shift pixels down and to the right, by a new draw
+    each time. Border pixels are repeated. Raises `InputError` for a shift as large as the image.
     """
 
     def __init__(self, split: ImageSplit, batch_size: int, seed: int, shift: int = 0) -> None:

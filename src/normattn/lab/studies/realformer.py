@@ -1,16 +1,13 @@
 """Do residual attention scores make a better encoder? (RealFormer, arXiv 2012.11747, kexue 8027)
 
-Masked language models are trained that differ in the placement of norms and in whether scores are
-summed over layers. They are compared by accuracy, layer by layer, and by the learning rates and
-dropouts that they tolerate, with and without warm-up.
+Masked language models differ in the placement of norms and in whether layers add up their scores.
+They are compared by accuracy, layer by layer, and by the learning rates and dropouts that they
+tolerate, with and without warm-up. Protocols: *masked* (masked tokens of held-out text), *depth*
+(layer by layer), *grid* (as masked, for each setting of the robustness grid), *training*.
 
-Protocols: *masked* (masked tokens of held-out text), *depth* (layer by layer), *grid* (as masked,
-for each setting of the robustness grid), *training*.
-
-Sources of claims: the paper (arXiv 2012.11747), the post (kexue.fm/archives/8027), and arXiv
-2002.04745 for PreLN and PostLN. "Asked here" are consequences that no source states, such as: if
-attention converges with depth, sharing layers should cost less. Settings of the grid are chosen,
-not random, so claims on stability use an exact sign test over the settings.
+Claims come from the paper, the post, and arXiv 2002.04745 (PreLN and PostLN). "Asked here" marks
+consequences that no source states. Grid settings are chosen, not random, so claims on stability use
+an exact sign test over settings.
 """
 
 from __future__ import annotations
@@ -109,9 +106,8 @@ def grid(view: View) -> dict[Setting, TrainingOutcome]:
 
 
 def _rows(view: View) -> list[Row]:
-    return [
-        Row(name, {"row": name, SIZE: size}) for size in sizes(view) for name in names(view, size)
-    ]
+    pairs = ((name, size) for size in sizes(view) for name in names(view, size))
+    return [Row(name, {"row": name, SIZE: size}) for name, size in pairs]
 
 
 def _layer_rows(view: View) -> list[Row]:
@@ -135,9 +131,8 @@ def _seeds(view: View, row: Row) -> str:
     return ", ".join(map(str, sorted(view.values("seed", {**row.where, **MASKED}))))
 
 
-def _factor_column(factor: str, title: str) -> Column:
-    key = factor.removeprefix(FACTOR)
-    return text_column(key, title, lambda view, row: f"{row.where[factor]:g}")
+def _factor_column(name: str, title: str) -> Column:
+    return text_column(name.removeprefix(FACTOR), title, lambda view, row: f"{row.where[name]:g}")
 
 
 def _notes(view: View) -> tuple[str, ...]:
@@ -167,9 +162,8 @@ def in_short(view: View) -> list[str]:
             base: view.finite_estimate(accuracy.at(row=REALFORMER) - accuracy.at(row=base))
             for base in (POSTLN, PRELN)
         }
-        parts = [
-            f"{name} {format_estimate(gap, 2, signed=True)}" for name, gap in gaps.items() if gap
-        ]
+        known = {name: gap for name, gap in gaps.items() if gap}
+        parts = [f"{name} {format_estimate(gap, 2, signed=True)}" for name, gap in known.items()]
         if parts:
             sentences.append(
                 f"RealFormer's accuracy on masked tokens at size {size}, in points, relative to "
@@ -181,8 +175,7 @@ def in_short(view: View) -> list[str]:
 # Claims
 
 PAPER, POST, XIONG = "arXiv 2012.11747", "kexue 8027", "arXiv 2002.04745"
-OPEN, HERE = "left open in kexue 8027", "asked here"
-COMMENTS = "asked in kexue 8027's comments"
+OPEN, HERE, COMMENTS = f"left open in {POST}", "asked here", f"asked in {POST}'s comments"
 MATTERS = 1.0
 """Points of accuracy that would matter: wider intervals are inconclusive."""
 _BETTER = "RealFormer is better than PostLN and PreLN at equal steps"
