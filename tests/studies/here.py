@@ -18,10 +18,23 @@ from normattn.lab.sweep.launchers import FINISHED, Job, Local, Needs, Start, Tas
 from undrawn import undraw
 
 
-def done(job: Job) -> Task:
-    """Run the job to its end."""
-    ended = run(job)
-    return Task(job, lambda: True, lambda: ended, lambda: None, lambda: None)
+class Ended(Task):
+    """A job that is run to its end before it counts as started."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.ended = run(job)
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> tuple[int, str]:
+        return self.ended
+
+    def stop(self) -> None:
+        pass
+
+    kill = stop
 
 
 def run(job: Job) -> tuple[int, str]:
@@ -43,7 +56,7 @@ def run(job: Job) -> tuple[int, str]:
 
 def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
     """In place of `Local.session`."""
-    return nullcontext(lambda jobs: [*map(done, jobs)])
+    return nullcontext(lambda jobs: [*map(Ended, jobs)])
 
 
 def main(cells_here: bool = True) -> None:

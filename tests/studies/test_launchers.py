@@ -306,4 +306,4 @@ def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
     expected = {"cpus_per_task": 2, "gpus_per_node": 1, "slurm_partition": "gpu", "mem_gb": 8}
     assert expected.items() <= asked.items()
     assert "gpus_per_node" not in Slurm().parameters(Needs(2, "cpu"))
-    assert Ray(cpus=3, gpus=0).gpus_for(Needs(2, "cuda")) == 0
+    assert Ray(cpus=3, gpus=0).resources(Needs(2, "cuda")) == (3, 0)

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,18 +34,18 @@ from normattn.lab.sweep.launchers import (
     Task,
     visible_gpus,
 )
+from normattn.stopping import StopRequest
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
 """Environment variables that other hosts receive, for code and data."""
 CONNECT_SECONDS = 30.0
-CHECK_SECONDS = 2.0
 
 
 @dataclass
 class RemoteJob:
     """A job for another host, which runs it as a child process.
 
-    If the scheduler's library interrupts the call, the child saves its state first.
+    If the scheduler interrupts the call, the child saves its state first.
     """
 
     job: Job
@@ -62,7 +61,8 @@ class RemoteJob:
     def __call__(self) -> tuple[int, str]:
         """Run the job; return its exit code and why it failed.
 
-        Raises `InputError` where this host lacks the folders.
+        Raises `InputError` where this host lacks the folders, and `SystemExit` after a SIGTERM
+        (pre-emption, scancel): a job without a result may be started again.
         """
         for folder in (self.folder, self.job.log.parent):
             if not folder.is_dir():
@@ -70,14 +70,16 @@ class RemoteJob:
                     f"{platform.node()} has no folder {folder}: all hosts of a sweep need the "
                     "same folders"
                 )
-        with _record_interrupts() as interrupts:
+        with StopRequest(insist=False) as stop:
             self.child = Child(self.job, self.environment, self.folder)
             try:
-                while not self.child.done() and not interrupts:
+                while not self.child.done() and not stop.count:
                     time.sleep(0.1)
             finally:
                 self.save()
-            return self.child.result()
+        if stop.by == "SIGTERM":
+            raise SystemExit(128 + signal.SIGTERM)
+        return self.child.result()
 
     def save(self) -> None:
         """Let the child, if there is one, save its state and end."""
@@ -85,19 +87,12 @@ class RemoteJob:
             self.child.stop()
             self.child.process.wait()
 
+    def checkpoint(self) -> Any:
+        """Save the state before Slurm requeues the job; return its next start, for submitit."""
+        from submitit.helpers import DelayedSubmission  # Only where submitit calls this.
 
-@contextmanager
-def _record_interrupts() -> Iterator[list[int]]:
-    """Record SIGINT instead of raising: a second KeyboardInterrupt could hit the clean-up."""
-    interrupts: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        self.save()
+        return DelayedSubmission(replace(self, child=None))
 
 
 class Remote(Launcher):
@@ -108,6 +103,7 @@ class Remote(Launcher):
     """
 
     poll_seconds: ClassVar[float] = 0.5
+    stop_again_seconds: ClassVar[float] = 3.0
 
     cpus: int | None = Field(default=None, ge=1)
     gpus: int | None = Field(default=None, ge=0)
@@ -115,20 +111,18 @@ class Remote(Launcher):
     def slots(self, needs: Needs) -> None:
         """None: the scheduler decides."""
 
-    def cpus_for(self, needs: Needs) -> int:
-        """The CPU cores of a job."""
-        return needs.cores if self.cpus is None else self.cpus
-
-    def gpus_for(self, needs: Needs) -> int:
-        """The GPUs of a job."""
+    def resources(self, needs: Needs) -> tuple[int, int]:
+        """The CPU cores and the GPUs of a job."""
+        cpus = needs.cores if self.cpus is None else self.cpus
         if self.gpus is not None:
-            return self.gpus
+            return cpus, self.gpus
         auto_gpu = needs.device == "auto" and bool(visible_gpus())
-        return int(auto_gpu or needs.device.startswith("cuda"))
+        return cpus, int(auto_gpu or needs.device.startswith("cuda"))
 
-
-def _missing(name: str, extra: str) -> str:
-    return f"--launcher {extra} needs {name}: pip install 'normattn[{extra}]'"
+    def library(self, name: str) -> Any:
+        """Import the library of this scheduler; raises `InputError` where it is not installed."""
+        extra = f"pip install 'normattn[{self.name}]'"
+        return import_library(name, f"--launcher {self.name} needs {name}: {extra}")
 
 
 class Ray(Remote):
@@ -147,42 +141,19 @@ class Ray(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Connect to the cluster, and disconnect at the end."""
-        ray = import_library("ray", _missing("ray", "ray"))
+        ray = self.library("ray")
         was_connected = ray.is_initialized()
         if not was_connected:
             self._connect(ray)
         try:
+            cpus, gpus = self.resources(needs)
             remote = ray.remote(RemoteJob.__call__).options(
-                num_cpus=self.cpus_for(needs),
-                num_gpus=self.gpus_for(needs),
-                max_retries=self.retries,
+                num_cpus=cpus, num_gpus=gpus, max_retries=self.retries
             )
-            yield lambda jobs: [self._task(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
+            yield lambda jobs: [RayTask(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
         finally:
             if not was_connected:
                 ray.shutdown()
-
-    def _task(self, job: Job, ray: Any, handle: Any) -> Task:
-        def done() -> bool:
-            return bool(ray.wait([handle], timeout=0)[0])
-
-        def result() -> tuple[int, str]:
-            try:
-                code, message = ray.get(handle)
-                return code, message
-            except ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None) or error
-                return 1, f"Ray could not finish it: {_lines(cause)[0]}"
-
-        def stop() -> None:
-            ray.cancel(handle)  # Ray raises KeyboardInterrupt in the task: its child saves.
-
-        def kill() -> None:
-            if not done():
-                ray.cancel(handle, force=True)  # The worker ends; its child notices.
-
-        # Ray's interruption is lost where Python ignores exceptions, so it is repeated.
-        return Task(job, done, result, stop, kill, stop_again_seconds=3.0)
 
     def _connect(self, ray: Any) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -201,6 +172,35 @@ class Ray(Remote):
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, previous)  # Ray replaces the handler.
+
+
+class RayTask(Task):
+    """A job as a task of Ray; `reference` is that of its result."""
+
+    def __init__(self, job: Job, ray: Any, reference: Any) -> None:
+        super().__init__(job)
+        self.ray, self.reference = ray, reference
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.ray.wait([self.reference], timeout=0)[0])
+
+    def result(self) -> tuple[int, str]:
+        """The exit code, and the reason for a failure."""
+        try:
+            code, message = self.ray.get(self.reference)
+            return code, message
+        except self.ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            return 1, f"Ray could not finish it: {_lines(cause)[0]}"
+
+    def stop(self) -> None:
+        """Interrupt it: its child saves. Python may lose an interruption, so it is repeated."""
+        self.ray.cancel(self.reference)
+
+    def kill(self) -> None:
+        """End its worker; its child notices that."""
+        self.ray.cancel(self.reference, force=True)
 
 
 class Slurm(Remote):
@@ -228,7 +228,7 @@ class Slurm(Remote):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Submit jobs as arrays."""
-        submitit = import_library("submitit", _missing("submitit", "slurm"))
+        submitit = self.library("submitit")
         logging.getLogger("submitit").setLevel(logging.ERROR)
         # A new folder each time, as submitit unpickles the files that it finds there.
         place = jobs[0].log.parents[2].resolve() / ".submitit"
@@ -242,67 +242,47 @@ class Slurm(Remote):
             raise InputError(f"Slurm is not available here: {error}") from error
         executor.update_parameters(**self.parameters(needs), name="normattn")
 
-        def start(jobs: Sequence[Job]) -> list[Task]:
+        def start(jobs: Sequence[Job]) -> list[SlurmTask]:
             try:
-                handles = executor.submit_array(list(map(SlurmJob, jobs)))
+                handles = executor.submit_array(list(map(RemoteJob, jobs)))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 raise InputError(f"the jobs cannot be submitted: {_lines(error)[-1]}") from error
-            return [_slurm_task(*pair) for pair in zip(jobs, handles, strict=True)]
+            return list(map(SlurmTask, jobs, handles))
 
         yield start
 
     def parameters(self, needs: Needs) -> dict[str, Any]:
         """The parameters of submitit for each job."""
-        names = ("account", "qos", "constraint", "partition")
-        settings = {name: getattr(self, name) for name in names}
-        optional = {f"slurm_{name}": value for name, value in settings.items() if value is not None}
-        if self.memory is not None:
-            optional["mem_gb"] = self.memory
-        if self.gpus_for(needs):
-            optional["gpus_per_node"] = self.gpus_for(needs)
-        return {
+        cpus, gpus = self.resources(needs)
+        parameters = {
             "timeout_min": self.time,
-            "cpus_per_task": self.cpus_for(needs),
+            "cpus_per_task": cpus,
+            "gpus_per_node": gpus or None,
+            "mem_gb": self.memory,
             "slurm_signal_delay_s": self.warning,
             "slurm_additional_parameters": {"requeue": True},
-            **optional,
+            "slurm_partition": self.partition,
+            "slurm_account": self.account,
+            "slurm_qos": self.qos,
+            "slurm_constraint": self.constraint,
         }
+        return {name: value for name, value in parameters.items() if value is not None}
 
 
-class SlurmJob(RemoteJob):
-    """A job that saves its state before Slurm requeues it; submitit calls `checkpoint`."""
+class SlurmTask(Task):
+    """A job that submitit has submitted; `handle` is submitit's."""
 
-    def __call__(self) -> tuple[int, str]:
-        """Run the job. SIGTERM (pre-emption, scancel) saves the state without a result."""
-        signal.signal(signal.SIGTERM, _exit)
-        return super().__call__()
+    def __init__(self, job: Job, handle: Any) -> None:
+        super().__init__(job)
+        self.handle, self.stopped = handle, False
 
-    def checkpoint(self) -> Any:
-        """Save the state, and return the submission for the job's next start."""
-        self.save()
-        submission = import_library(
-            "submitit", _missing("submitit", "slurm")
-        ).helpers.DelayedSubmission
-        return submission(replace(self, child=None))
+    def done(self) -> bool:
+        """Whether it has ended, as far as submitit has checked."""
+        return bool(self.handle.done())
 
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
-def _slurm_task(job: Job, handle: Any) -> Task:
-    check_at = float("inf")
-
-    def done() -> bool:
-        """Whether the job has ended; one that was stopped is checked every `CHECK_SECONDS`."""
-        nonlocal check_at
-        due = time.monotonic() >= check_at
-        if due:
-            check_at = time.monotonic() + CHECK_SECONDS
-        return bool(handle.done(force_check=due))
-
-    def result() -> tuple[int, str]:
+    def result(self) -> tuple[int, str]:
+        """The exit code, and the reason for a failure."""
+        handle = self.handle
         if not handle.paths.result_pickle.exists():
             message = f"job {handle.job_id} ended without a result; rerun the command to resume"
             return 1, message
@@ -312,19 +292,20 @@ def _slurm_task(job: Job, handle: Any) -> Task:
         code, message = handle.result()
         return code, message
 
-    def stop() -> None:
+    def stop(self) -> None:
         """Send SIGTERM to a local job, or cancel a Slurm job: its child saves its state."""
-        nonlocal check_at
-        if handle.done():
+        if self.handle.done(force_check=self.stopped):
             return
-        check_at = time.monotonic() + CHECK_SECONDS
-        if hasattr(handle, "_process"):
+        self.stopped = True
+        if hasattr(self.handle, "_process"):
             # `handle.cancel` would kill a local job soon after its signal.
-            os.kill(int(handle.job_id), signal.SIGTERM)
+            os.kill(int(self.handle.job_id), signal.SIGTERM)
         else:
-            handle.cancel(check=False)
+            self.handle.cancel(check=False)
 
-    return Task(job, done, result, stop, kill=stop)
+    def kill(self) -> None:
+        """Cancel it."""
+        self.stop()
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -67,23 +67,28 @@ class Needs:
     device: str = "cpu"
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """A started job.
+class Task(ABC):
+    """A started job."""
 
-    - `done`: whether the job has ended.
-    - `result`: the exit code, and the reason for a failure ("" on success).
-    - `stop`: asks the job to save its state and end; repeated every `stop_again_seconds`.
-    - `kill`: ends the job at once.
-    """
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.started = time.monotonic()
 
-    job: Job
-    done: Callable[[], bool]
-    result: Callable[[], tuple[int, str]]
-    stop: Callable[[], object]
-    kill: Callable[[], object]
-    stop_again_seconds: float = float("inf")
-    started: float = field(default_factory=time.monotonic)
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    @abstractmethod
+    def result(self) -> tuple[int, str]:
+        """The exit code, and the reason for a failure ("" on success)."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask it to save its state and end."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
 
 
 Start = Callable[[Sequence[Job]], Sequence[Task]]
@@ -99,6 +104,8 @@ class Launcher(Settings, ABC):
 
     name: ClassVar[str]
     poll_seconds: ClassVar[float] = 0.1
+    stop_again_seconds: ClassVar[float] = float("inf")
+    """After this time a running task is asked again to stop."""
 
     @abstractmethod
     def slots(self, needs: Needs) -> int | None:
@@ -160,10 +167,11 @@ def run_jobs(
                 time.sleep(launcher.poll_seconds)
             unfinished = len(waiting) + len(running)
             if stop.count:
-                _stop_all(running, stop)
+                _stop_all(running, stop, launcher.stop_again_seconds)
         finally:
             for task in running:
-                task.kill()
+                if not task.done():
+                    task.kill()
     if stop.count:
         raise Interrupted(
             f"stopped by {stop.by} with {unfinished} of {len(jobs)} jobs unfinished; "
@@ -172,21 +180,21 @@ def run_jobs(
     return ended
 
 
-def _stop_all(running: Sequence[Task], stop: StopRequest) -> None:
+def _stop_all(running: Sequence[Task], stop: StopRequest, again: float) -> None:
     """Stop every task, and wait until all have ended, `GRACE_SECONDS` at most."""
     last_stop, deadline = float("-inf"), time.monotonic() + GRACE_SECONDS
     while unfinished := [task for task in running if not task.done()]:
         now = time.monotonic()
         if stop.count > 1 or now > deadline:
             return
-        if now - last_stop >= unfinished[0].stop_again_seconds:
+        if now - last_stop >= again:
             last_stop = now
             for task in unfinished:
                 task.stop()
         time.sleep(0.05)
 
 
-class Child:
+class Child(Task):
     """A job as a child process in its own session, so that Ctrl-C reaches only the parent.
 
     `environment` is added to this process's environment. `folder` is the working directory.
@@ -195,12 +203,12 @@ class Child:
     def __init__(
         self, job: Job, environment: Mapping[str, str] | None = None, folder: Path | None = None
     ) -> None:
-        self.job = job
-        job.log.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(job)
+        self.environment = dict(environment or {})
         # One thread each, so that results do not depend on the number of jobs.
         libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR")
         threads = dict.fromkeys((f"{name}_NUM_THREADS" for name in libraries), "1")
-        variables = {**(environment or {}), **threads, "TOKENIZERS_PARALLELISM": "false"}
+        variables = {**self.environment, **threads, "TOKENIZERS_PARALLELISM": "false"}
         with job.log.open("w") as log:
             self.process = subprocess.Popen(
                 # -P: do not import modules from the user's folder.
@@ -218,15 +226,13 @@ class Child:
         return self.process.poll() is not None
 
     def stop(self) -> None:
-        """Ask it to save its state and end."""
-        if not self.done():
-            self.process.terminate()
+        """Send SIGTERM."""
+        self.process.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
-        if not self.done():
-            self.process.kill()
-            self.process.wait()
+        """Send SIGKILL, and wait for the end."""
+        self.process.kill()
+        self.process.wait()
 
     def result(self) -> tuple[int, str]:
         """Wait for the end; return the exit code and the reason for a failure ("" on success)."""
@@ -266,15 +272,13 @@ class Local(Launcher):
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
         """Start child processes, each on the GPU with the fewest jobs."""
-        gpus, children = self._gpus(needs), list[tuple[str, Child]]()
+        gpus, children = self._gpus(needs), list[Child]()
 
-        def start(job: Job) -> Task:
-            busy = Counter(gpu for gpu, child in children if not child.done())
+        def start(job: Job) -> Child:
+            busy = Counter(c.environment.get(VISIBLE) for c in children if not c.done())
             gpu = min(gpus, key=lambda name: busy[name], default="")
-            child = Child(job, {VISIBLE: gpu} if gpu else {})
-            if gpu:
-                children.append((gpu, child))
-            return Task(job, child.done, child.result, child.stop, child.kill)
+            children.append(Child(job, {VISIBLE: gpu} if gpu else {}))
+            return children[-1]
 
         yield lambda jobs: [start(job) for job in jobs]
 
