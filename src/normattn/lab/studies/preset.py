@@ -13,9 +13,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from operator import getitem
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from normattn.errors import InputError, unknown_name
 from normattn.io import read_toml
@@ -39,6 +39,17 @@ PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "
 GROUPS = ("window", "continued", "mechanism", "reading", "factors")
 """Groups of settings that only one study of language models uses."""
 AnyPreset = TypeVar("AnyPreset", bound="StudyPreset")
+Positive = Annotated[float, Field(gt=0)]
+
+
+def _check_rising(values: tuple[Any, ...], field: ValidationInfo) -> tuple[Any, ...]:
+    if not values or list(values) != sorted(set(values)):
+        raise ValueError(f"{field.field_name} must rise, got {list(values)}")
+    return values
+
+
+RISING = AfterValidator(_check_rising)
+"""Refuses a tuple of settings that is empty or does not rise."""
 
 
 class EvaluationSettings(Settings):

@@ -8,6 +8,7 @@ small Vision Transformer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -266,23 +267,21 @@ def _fails_less(sentence: str, source: str, score: str, base: str) -> Claim:
     """
 
     def test(view: View) -> Estimate | None:
-        only_base = only_score = pairs = 0
-        seeds: set[int] = set()
+        failed: dict[tuple[float, int], tuple[bool, bool]] = {}
         for rate in multiples(view, RATES, score):
-            of_score = failures(view, where_of(RATES, score, rate))
-            of_base = failures(view, where_of(RATES, base, rate))
-            for seed in of_score.keys() & of_base.keys():
-                only_base += of_base[seed] and not of_score[seed]
-                only_score += of_score[seed] and not of_base[seed]
-                pairs += 1
-                seeds.add(seed)
-        if not pairs:
+            first, second = (failures(view, where_of(RATES, row, rate)) for row in (base, score))
+            pairs = first.keys() & second.keys()
+            failed |= {(rate, seed): (first[seed], second[seed]) for seed in pairs}
+        if not failed:
             return None
+        seeds = tuple(sorted({seed for _, seed in failed}))
+        counts = Counter(failed.values())
+        only_base, only_score = counts[True, False], counts[False, True]
         return Estimate(
             float(only_base - only_score),
             p=sign_test(only_base, only_score) if len(seeds) >= SEEDS else None,
-            units=pairs,
-            seeds=tuple(sorted(seeds)),
+            units=len(failed),
+            seeds=seeds,
         )
 
     measured = f"trainings in which only {base} fails − only {score} (exact sign test)"

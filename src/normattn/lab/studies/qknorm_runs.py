@@ -29,7 +29,7 @@ from normattn.lab.evaluation.translation import (
     unigram_loss,
 )
 from normattn.lab.stats import identified, sums
-from normattn.lab.studies.preset import StudyPreset, load_preset
+from normattn.lab.studies.preset import RISING, Positive, StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, MeasuredRun, Progress, Request, Run, Sweep
 from normattn.lab.training.planning import Cost
@@ -160,36 +160,24 @@ class TranslationSettings(Settings):
     batch: int = Field(default=64, ge=1)
 
 
-class Rates(Settings):
-    """Which `scores` are trained at which `multiples` of the learning rate."""
-
-    scores: tuple[str, ...] = SWEPT
-    multiples: tuple[Annotated[float, Field(gt=0)], ...] = MULTIPLES
-
-    @field_validator("multiples")
-    @classmethod
-    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or list(value) != sorted(set(value)):
-            raise ValueError(f"multiples must rise, got {list(value)}")
-        return value
-
-
-class TranslationRates(Rates):
-    """The sweep of the translation models.
+class TranslationRates(Settings):
+    """Which translation models are trained at which `multiples` of the learning rate.
 
     `training` overrides the preset's, as these trainings may be shorter. `max_sentences` of the
     test set are scored.
     """
 
+    scores: tuple[str, ...] = SWEPT
+    multiples: Annotated[tuple[Positive, ...], RISING] = MULTIPLES
     training: dict[str, Any] = Field(default_factory=dict)
     max_sentences: int | None = Field(default=None, ge=2)
 
 
-class ImageRates(Rates):
+class ImageRates(Settings):
     """The sweep of the Vision Transformers, in addition to the table's trainings at ×1."""
 
     scores: tuple[str, ...] = ()
-    multiples: tuple[Annotated[float, Field(gt=1)], ...] = MULTIPLES[1:]
+    multiples: Annotated[tuple[Annotated[float, Field(gt=1)], ...], RISING] = MULTIPLES[1:]
 
 
 class VisionSettings(Settings):

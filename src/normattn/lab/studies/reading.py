@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import polars as pl
-from pydantic import Field, field_validator
 
 from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
@@ -34,7 +33,7 @@ from normattn.lab.studies.methods import (
     canonical_methods,
     canonical_scores,
 )
-from normattn.lab.studies.preset import Preset, load_preset
+from normattn.lab.studies.preset import RISING, Positive, Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
@@ -227,14 +226,7 @@ DRAWN = ("non_repeated", "repeated", "last_segment")
 class WindowSettings(Settings):
     """Settings of `reproduce window`: ReRoPE's windows, as shares of the training length."""
 
-    shares: tuple[Annotated[float, Field(gt=0)], ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-
-    @field_validator("shares")
-    @classmethod
-    def _rising(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if not value or list(value) != sorted(set(value)):
-            raise ValueError(f"shares must rise, got {list(value)}")
-        return value
+    shares: Annotated[tuple[Positive, ...], RISING] = (0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 class WindowPreset(Preset):

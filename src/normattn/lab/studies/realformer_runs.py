@@ -21,7 +21,7 @@ from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.stats import fact, identified, joined, sums
-from normattn.lab.studies.preset import StudyPreset, load_preset
+from normattn.lab.studies.preset import Positive, StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.run import (
@@ -95,7 +95,6 @@ def _checked_row(name: str) -> str:
 # Settings
 
 RowName = Annotated[str, AfterValidator(_checked_row)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class SizeSettings(Settings):
