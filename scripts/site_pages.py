@@ -18,7 +18,7 @@ from typing import Any
 
 from normattn.cli.app import main
 from normattn.cli.listing import describe, excluded
-from normattn.lab.studies import OF_COMMANDS, find, names
+from normattn.lab.studies import COMMAND_STUDIES, find, names
 from normattn.lab.studies import preset as presets
 from normattn.lab.studies.base import Study
 from normattn.score.parts import Part, Slot, parts
@@ -243,7 +243,7 @@ def _kernels(entry: dict[str, Any]) -> list[str]:
 
 def studies() -> dict[str, Study]:
     """All studies by name, including those that commands measure."""
-    return {name: find(name) for name in (*names(), *OF_COMMANDS)}
+    return {name: find(name) for name in (*names(), *COMMAND_STUDIES)}
 
 
 def study_pages() -> Iterator[tuple[str, str]]:

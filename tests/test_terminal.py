@@ -10,7 +10,7 @@ from rich.table import Table
 from normattn.__main__ import _format_warning
 from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
-from normattn.lab.report.terminal import ProgressBar, tell
+from normattn.lab.report.terminal import ProgressBar, print_line
 from normattn.terminal import Console, show, visible, warn
 
 HOSTILE = "a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
@@ -26,9 +26,9 @@ def test_what_prints_stays_and_the_rest_is_written_out() -> None:
 def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     show(HOSTILE)
     warn(HOSTILE)
-    tell(HOSTILE)
+    print_line(HOSTILE)
     with ProgressBar() as bar:
-        bar.say(HOSTILE)
+        bar.print_line(HOSTILE)
     exit_code_of(InputError(HOSTILE))
     said = capsys.readouterr()
     assert said.out.count(r"\x1b]0;owned") == 2

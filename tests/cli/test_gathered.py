@@ -16,7 +16,7 @@ from normattn.cli.report_runs import split_label
 from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, MeasurementStore, identified, sums
+from normattn.lab.stats import Identity, MeasurementStore, sums, with_identity
 from normattn.lab.studies.reading import STUDY
 
 
@@ -30,7 +30,7 @@ def read(
     edges = [0.0, *(2.0**power for power in range(3, end.bit_length()))]
     counts = [[4.0] * (len(edges) - 1)] * units, [[tokens] * (len(edges) - 1)] * units
     rows = [sums(name, names, *counts, axis="position", edges=edges) for name in _READ]
-    return identified(Identity(study="", seed=seed, **fields), rows)
+    return with_identity(Identity(study="", seed=seed, **fields), rows)
 
 
 _READ = ("loss", "accuracy", "accuracy_seen")

@@ -13,7 +13,7 @@ import pytest
 from mkdocs.config import load_config
 from mkdocs.structure.files import Files
 
-from normattn.lab.studies import OF_COMMANDS, find, names
+from normattn.lab.studies import COMMAND_STUDIES, find, names
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "scripts" / "site_pages.py"
@@ -42,8 +42,8 @@ def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
 def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
     """Of every study of the library, and of those that commands measure."""
     pages = dict(site["study_pages"]())
-    assert set(pages) == {f"study/{name}.md" for name in (*names(), *OF_COMMANDS)}
-    for name in (*names(), *OF_COMMANDS):
+    assert set(pages) == {f"study/{name}.md" for name in (*names(), *COMMAND_STUDIES)}
+    for name in (*names(), *COMMAND_STUDIES):
         page, study = pages[f"study/{name}.md"], find(name)
         assert page.startswith(f"# {name}\n\n{study.page.question}\n\n{study.help}\n")
         for table in study.page.tables:
@@ -72,7 +72,7 @@ def test_the_hook_makes_every_page_that_it_adds_to_the_navigation(
     linked = set(_pages(config.nav or []))
     assert linked <= made | kept
     added = linked - by_hand
-    assert {f"study/{name}.md" for name in (*names(), *OF_COMMANDS)} <= added & made
+    assert {f"study/{name}.md" for name in (*names(), *COMMAND_STUDIES)} <= added & made
     assert {f"parts/{name}.md" for name in known} <= added
     assert {"index.md", "cli.md", "CONTRIBUTING.md", "results/README.md"} <= made
     assert "results/bridge/figures/factors.png" in made

@@ -19,7 +19,7 @@ from normattn.lab.evaluation.classification import (
     predict,
     tune_threshold,
 )
-from normattn.lab.stats import Bootstrap, Identity, estimate, gathered, identified
+from normattn.lab.stats import Bootstrap, Identity, estimate, select_sums, with_identity
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Metric
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
@@ -55,8 +55,8 @@ def who(row: str = "RMSNorm", seed: int = 1) -> Identity:
 def value(statistic: Metric, found: Predictions, threshold: float) -> float:
     """The statistic of all documents, by the sums that are kept of them."""
     names = [f"d{n}" for n in range(len(found.true))]
-    counts = identified(who(), document_sums(found, threshold, names))
-    sums = gathered(counts, statistic.name)
+    counts = with_identity(who(), document_sums(found, threshold, names))
+    sums = select_sums(counts, statistic.name)
     assert sums is not None
     return estimate(sums, statistic, Bootstrap(resamples=2)).value
 
@@ -130,7 +130,7 @@ def test_the_threshold_is_the_best_and_of_equal_ones_the_nearest_to_a_half() -> 
 
 def test_every_document_is_measured() -> None:
     measured = evaluate_classifier(classifier(), data(), who("LayerNorm", 3))
-    counts, losses = gathered(measured, "f1"), gathered(measured, "loss")
+    counts, losses = select_sums(measured, "f1"), select_sums(measured, "loss")
     assert counts is not None
     assert losses is not None
     assert counts.units == losses.units == tuple(sorted(f"test:{i}" for i in range(12)))

@@ -109,7 +109,7 @@ def test_every_method_is_evaluated_and_undone(model: CausalLM) -> None:
         for method in ("", "YaRN", "ReRoPE", "logn+")
         for protocol in ("train_length", "non_repeated")
     ]
-    whole = measurements.joined(found)
+    whole = measurements.concat(found)
     told = {"row": "KNA", "weights": weights, "seed": 3, "train_length": L, "settings": "fp32"}
     assert {column: one(whole, column) for column in told} == told
     assert one(found[2], "score") == "KNA-YaRN(factor=4)@8"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from normattn.lab.stats import Identity, identified, sums
+from normattn.lab.stats import Identity, sums, with_identity
 
 
 def identity(row: str = "A", seed: int = 0, **changes: Any) -> Identity:
@@ -36,4 +36,4 @@ def counted(
     """One sum a document, over as many tokens."""
     units = [f"doc{n}" for n in range(len(correct))]
     of = np.full(len(correct), 10.0) if tokens is None else np.asarray(tokens)
-    return identified(identity(row, seed, **changes), [sums(statistic, units, correct, of)])
+    return with_identity(identity(row, seed, **changes), [sums(statistic, units, correct, of)])

@@ -16,15 +16,15 @@ from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import (
     Bootstrap,
     Sums,
+    concat,
     contrast,
     estimate,
     estimate_over_seeds,
-    gathered,
     holm,
-    identified,
-    joined,
+    select_sums,
     sign_test,
     sums,
+    with_identity,
 )
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.metrics import Metric, crossing, median
@@ -33,13 +33,13 @@ ACCURACY = Metric("accuracy")
 
 
 def of(frame: object, row: str) -> Sums:
-    found = gathered(frame, "accuracy", {"row": row})  # type: ignore[arg-type]
+    found = select_sums(frame, "accuracy", {"row": row})  # type: ignore[arg-type]
     assert found is not None
     return found
 
 
 def test_a_value_is_a_ratio_of_sums_not_a_mean_of_ratios() -> None:
-    frame = joined([counted("A", 0, [1, 9], [2, 90]), counted("A", 1, [0, 45], [2, 90])])
+    frame = concat([counted("A", 0, [1, 9], [2, 90]), counted("A", 1, [0, 45], [2, 90])])
     found = estimate(of(frame, "A"), ACCURACY)
     assert found.value == pytest.approx(100 * 55 / 184)
     assert found.per_seed == pytest.approx((100 * 10 / 92, 100 * 45 / 92))
@@ -52,7 +52,7 @@ def test_one_unit_gives_no_interval_and_no_probability() -> None:
 
 
 def test_nothing_varies_so_nothing_is_promised() -> None:
-    frame = joined([counted(row, 0, [3 + (row == "B")] * 5) for row in "AB"])
+    frame = concat([counted(row, 0, [3 + (row == "B")] * 5) for row in "AB"])
     gap = contrast([(1.0, of(frame, "B")), (-1.0, of(frame, "A"))], ACCURACY.value)
     assert (gap.value, gap.low, gap.p) == (10.0, None, None)
 
@@ -62,8 +62,8 @@ def test_rounding_is_no_spread() -> None:
     nats = [0.1, 1.3, 2.7, 5.1, 9.9]
     rows = {"A": nats, "B": [value + 0.7 for value in nats]}
     assert len({b - a for a, b in zip(nats, rows["B"], strict=True)}) > 1
-    frame = joined([counted(row, s, rows[row], [1.0] * 5, "loss") for row in rows for s in (0, 1)])
-    sums = {row: gathered(frame, "loss", {"row": row}) for row in rows}
+    frame = concat([counted(row, s, rows[row], [1.0] * 5, "loss") for row in rows for s in (0, 1)])
+    sums = {row: select_sums(frame, "loss", {"row": row}) for row in rows}
     gap = contrast([(1.0, sums["B"]), (-1.0, sums["A"])], Metric("loss").value)  # type: ignore[list-item]
     assert (gap.value, gap.low, gap.high, gap.p) == (0.7, None, None, None)
     trained = estimate_over_seeds({0: 0.1 + 0.2, 1: 0.3})
@@ -71,9 +71,9 @@ def test_rounding_is_no_spread() -> None:
 
 
 def test_a_contrast_uses_shared_seeds_and_units_only() -> None:
-    a = joined([counted("A", seed, [seed + 1, 2, 3]) for seed in (0, 1, 2)])
-    b = joined([counted("B", seed, [1, seed, 3, 9]) for seed in (1, 2, 5)])
-    frame = joined([a, b])
+    a = concat([counted("A", seed, [seed + 1, 2, 3]) for seed in (0, 1, 2)])
+    b = concat([counted("B", seed, [1, seed, 3, 9]) for seed in (1, 2, 5)])
+    frame = concat([a, b])
     gap = contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY.value)
     assert gap.seeds == (1, 2)
     assert gap.units == 3
@@ -81,21 +81,21 @@ def test_a_contrast_uses_shared_seeds_and_units_only() -> None:
 
 
 def test_rows_without_a_common_seed_or_document_are_refused_by_name() -> None:
-    frame = joined([counted("A", 0, [1, 2]), counted("B", 1, [1, 2])])
+    frame = concat([counted("A", 0, [1, 2]), counted("B", 1, [1, 2])])
     with pytest.raises(InputError, match=r"A \(0\) and B \(1\) share no seed"):
         contrast([(1.0, of(frame, "A")), (-1.0, of(frame, "B"))], ACCURACY.value)
 
 
 def test_incomplete_and_mixed_rows_are_refused() -> None:
-    frame = joined([counted("A", 0, [1, 2]), counted("A", 1, [1, 2, 3])])
+    frame = concat([counted("A", 0, [1, 2]), counted("A", 1, [1, 2, 3])])
     with pytest.raises(InputError, match="5 sums where 2 seeds, 3 units"):
-        gathered(frame, "accuracy", {"row": "A"})
-    frame = joined([counted("A", 0, [1, 2]), counted("A", 1, [1, 2], data="other")])
+        select_sums(frame, "accuracy", {"row": "A"})
+    frame = concat([counted("A", 0, [1, 2]), counted("A", 1, [1, 2], data="other")])
     with pytest.raises(InputError, match="2 data sets"):
-        gathered(frame, "accuracy", {"row": "A"})
+        select_sums(frame, "accuracy", {"row": "A"})
     with pytest.raises(InputError, match="no column colour"):
-        gathered(frame, "accuracy", {"colour": "red"})
-    assert gathered(frame, "nothing") is None
+        select_sums(frame, "accuracy", {"colour": "red"})
+    assert select_sums(frame, "nothing") is None
 
 
 @pytest.mark.parametrize("methods", [("", ""), ("YaRN", "NTK")])
@@ -106,7 +106,7 @@ def test_no_row_vanishes_without_a_word(methods: tuple[str, str]) -> None:
         counted(row, 2, [5, 5], data="other").with_columns(pl.lit(method).alias("method"))
         for row, method in zip("BC", methods, strict=True)
     ]
-    whole = joined([*most, *other])
+    whole = concat([*most, *other])
     kept = keep_common_data(whole)
     assert kept["data"].unique().to_list() == ["d"]
     said = describe_left_out(whole, kept)
@@ -141,7 +141,7 @@ def test_the_bootstrap_takes_bounded_memory_and_changes_no_number(
 )
 def test_a_contrast_with_itself_is_nothing_and_changes_sign(a: list[int], b: list[int]) -> None:
     count = min(len(a), len(b))
-    frame = joined([counted("A", 0, a[:count]), counted("B", 0, b[:count])])
+    frame = concat([counted("A", 0, a[:count]), counted("B", 0, b[:count])])
     one, other = of(frame, "A"), of(frame, "B")
     drawn = Bootstrap(50)
     assert contrast([(1.0, one), (-1.0, one)], ACCURACY.value, drawn).value == 0
@@ -156,7 +156,7 @@ def test_every_bin_by_itself() -> None:
     rows = sums(
         "accuracy", ["a", "b"], [[1, 0], [3, 0]], [[4, 0], [4, 0]], axis="position", edges=[0, 1, 2]
     )
-    view = View(identified(identity(), [rows]))
+    view = View(with_identity(identity(), [rows]))
     (point,) = bin_points(view, ACCURACY, {}, lambda bin_: bin_[3])
     assert (point.x, point.value) == (1.0, 50.0)
 
@@ -224,14 +224,14 @@ def test_seeds_are_models_and_not_one_model() -> None:
     """The median of 0.25 and 0.75 is 0.5 of two models, and whatever lies between of their sum."""
     edges = [0.0, 0.5, 1.0]
     bins = {0: [90.0, 0.0], 1: [0.0, 10.0]}
-    frame = joined(
-        identified(
+    frame = concat(
+        with_identity(
             identity("A", seed),
             [sums("cosine", ["a", "b"], [of, of], [[100.0] * 2] * 2, axis="cosine", edges=edges)],
         )
         for seed, of in bins.items()
     )
-    found = gathered(frame, "cosine", {"row": "A"})
+    found = select_sums(frame, "cosine", {"row": "A"})
     assert found is not None
     middle = estimate(
         found, Metric("cosine", "", lambda counts, *rest: crossing(counts, 0.5, (0.0, 1.0)))

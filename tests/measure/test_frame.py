@@ -11,7 +11,7 @@ import pytest
 from measure.make import counted
 from normattn.errors import InputError
 from normattn.lab.stats import (
-    joined,
+    concat,
     measurements,
     sums,
 )
@@ -57,11 +57,11 @@ def _with(column: str, value: float) -> object:
 def test_what_is_refused(change: object, message: str) -> None:
     whole = counted("A", 0, [1, 2])
     with pytest.raises(InputError, match=message):
-        measurements.checked(change(whole), "it")  # type: ignore[operator]
+        measurements.validate(change(whole), "it")  # type: ignore[operator]
 
 
 def test_equal_frames_are_equal_bytes_whatever_their_order(tmp_path: Path) -> None:
-    whole = joined([counted("A", 0, [1, 2, 3]), counted("B", 1, [4, 5, 6], method="YaRN")])
+    whole = concat([counted("A", 0, [1, 2, 3]), counted("B", 1, [4, 5, 6], method="YaRN")])
     measurements.write(tmp_path / "a.parquet", whole)
     measurements.write(tmp_path / "b.parquet", whole.reverse())
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
@@ -99,6 +99,6 @@ def test_cut_empty_and_foreign_files_are_refused_by_name(tmp_path: Path) -> None
 def test_factors_are_null_where_they_do_not_apply() -> None:
     plain = counted("A", 0, [1])
     varied = counted("B", 0, [1], factors={"rate": 2.0, "step": 3})
-    whole = joined([plain, varied])
+    whole = concat([plain, varied])
     assert whole.filter(row="A")["factor.rate"].to_list() == [None]
     assert whole.filter(row="B")["factor.step"].to_list() == [3]

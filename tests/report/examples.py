@@ -17,7 +17,7 @@ from normattn.lab.report.figures import (
     Point,
 )
 from normattn.lab.report.page import PageContext
-from normattn.lab.report.tables import NOTHING, Cell, Column, FilledTable, Row, format_estimate
+from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, FilledTable, Row, format_estimate
 from normattn.lab.stats import Estimate
 
 ROWS = tuple(name + end for name in ("Baseline", "QNA", "KNA", "CosA") for end in ("", "-logn"))
@@ -84,7 +84,7 @@ def table(first: str = "Baseline") -> FilledTable:
     cells = tuple(
         (
             Cell(name),
-            NOTHING if v is None else Cell(format_estimate(estimate(v)), estimate(v)),
+            EMPTY_CELL if v is None else Cell(format_estimate(estimate(v)), estimate(v)),
             Cell("1"),
         )
         for name, v in zip(names, values, strict=True)

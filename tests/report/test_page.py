@@ -16,9 +16,16 @@ from normattn.lab.report.claims import Claim, Finding, decide
 from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.output import page_json, page_markdown, write_page
 from normattn.lab.report.page import Page, context
-from normattn.lab.report.tables import NOTHING, Column, Row, Table, format_estimate, markdown_table
+from normattn.lab.report.tables import (
+    EMPTY_CELL,
+    Column,
+    Row,
+    Table,
+    format_estimate,
+    markdown_table,
+)
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Estimate, Metric, joined, measurements
+from normattn.lab.stats import Bootstrap, Estimate, Metric, concat, measurements
 from undrawn import undraw
 
 ACCURACY = Metric("accuracy")
@@ -34,7 +41,7 @@ def made(gap: float, seeds: int = 3, units: int = 40, noise: float = 1.0) -> pl.
         change = gap + noise * generator.standard_normal(units)
         rows.append(counted("A", seed, base, np.full(units, 100.0)))
         rows.append(counted("B", seed, base + change, np.full(units, 100.0)))
-    return joined(rows)
+    return concat(rows)
 
 
 def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> Claim:
@@ -99,7 +106,7 @@ def test_a_margin_errs_no_more_often_than_it_says() -> None:
             shift = -5.0 + generator.standard_normal() + generator.standard_normal(20)
             rows.append(counted("A", seed, base, np.full(20, 100.0)))
             rows.append(counted("B", seed, base + shift, np.full(20, 100.0)))
-        wrong += decide([claim(margin=5.0)], View(joined(rows), SMALL))[0].verdict == "confirmed"
+        wrong += decide([claim(margin=5.0)], View(concat(rows), SMALL))[0].verdict == "confirmed"
     assert wrong <= 12  # 5 of 200 expected; more than 12 by chance in 0.2 %
 
 
@@ -140,7 +147,7 @@ def curve(view: View) -> Figure:
 def test_a_table_has_values_differences_and_no_empty_column() -> None:
     table = PAGE.tables[0].fill(View(made(5.0, noise=0.0), SMALL))
     assert [column.key for column in table.columns] == ["row", "accuracy", "gap"]
-    assert table.cells[0][2] == NOTHING
+    assert table.cells[0][2] == EMPTY_CELL
     gap = table.cells[1][2].estimate
     assert gap is not None
     assert gap.value == pytest.approx(5.0)
@@ -181,7 +188,7 @@ def test_a_model_that_was_not_read_is_no_seed_but_one_that_diverged_is(
     last = whole.filter((pl.col("row") == "B") & (pl.col("seed") == 2)).head(1)
     trained = last.with_columns(seed=pl.lit(3, pl.Int64), protocol=pl.lit("training"))
     trained = trained.with_columns(statistic=pl.lit(statistic), bin=pl.lit(7.0))
-    assert context(PAGE, joined([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
+    assert context(PAGE, concat([whole, trained.cast(last.schema)])).provenance["seeds"] == seeds
 
 
 def test_what_an_earlier_report_left_is_removed(

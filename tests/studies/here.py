@@ -50,7 +50,7 @@ def run(job: Job) -> tuple[int, str]:
         app.main(job.arguments[2:])
     code = ended.value.code
     assert isinstance(code, int)
-    message = "" if code == FINISHED else job.log.read_text().splitlines()[-1]
+    message = "" if code == FINISHED else job.log.read_text().splitlines()[-1].removeprefix("normattn: ")
     return code, message
 
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home_length
 from normattn.lab.studies.extend import complete
 
@@ -46,8 +46,8 @@ def _frame(losses: Losses, windows: int = 3) -> pl.DataFrame:
                     sums("loss", units, TOKENS * np.array(each), np.full(windows, TOKENS)),
                     sums("accuracy", units, np.full(windows, TOKENS / 2), np.full(windows, TOKENS)),
                 ]
-                parts.append(identified(_identity(method, length, protocol), rows))
-    return joined(parts)
+                parts.append(with_identity(_identity(method, length, protocol), rows))
+    return concat(parts)
 
 
 def _advice(losses: Losses, windows: int = 3) -> Advice:
@@ -112,7 +112,7 @@ def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:
 def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) -> None:
     """The training length, 8, or else what was read that comes nearest from below, or above."""
     rows = [
-        identified(_identity("", length, LAST), [sums(LOSS.name, ["window 0"], [1.0], [1.0])])
+        with_identity(_identity("", length, LAST), [sums(LOSS.name, ["window 0"], [1.0], [1.0])])
         for length in lengths
     ]
-    assert home_length(View(joined(rows))) == known
+    assert home_length(View(concat(rows))) == known

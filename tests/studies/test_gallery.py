@@ -39,7 +39,7 @@ def _folder(place: Path, text: str, model: str = "model") -> Path:
 def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     places = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "b")]
     places.append(_folder(tmp_path / "3", "a", "other"))
-    made = context(extend.GALLERY.page, extend.gathered(places)).tables[0]
+    made = context(extend.GALLERY.page, extend.combine(places)).tables[0]
     keys = [column.key for column in made.columns]
     rows = {line[0].text: dict(zip(keys, line, strict=True)) for line in made.cells}
     alone = {}
@@ -101,6 +101,6 @@ def test_the_command_and_its_frame(
 def test_one_text_twice_is_refused(tmp_path: Path) -> None:
     twice = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "a")]
     with pytest.raises(InputError, match=r"1 and .*2 both hold model on a\.txt"):
-        extend.gathered(twice)
+        extend.combine(twice)
     with pytest.raises(InputError, match=r"1 and .*1 both hold model on a\.txt"):
-        extend.gathered(twice[:1] * 2)
+        extend.combine(twice[:1] * 2)

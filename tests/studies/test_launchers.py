@@ -113,7 +113,7 @@ def test_outcomes_tell_finished_diverged_and_failed_apart(
     ended = run_jobs(jobs, launcher, 2, Needs(), lambda running, _: seen.append(len(running)))
     found = {outcome.job.name: outcome for outcome in ended}
     assert {name: outcome.code for name, outcome in found.items()} == {"0": 0, "2": 2, "3": 3}
-    assert [found[name].message for name in ("0", "2")] == ["", "normattn: why"]
+    assert [found[name].message for name in ("0", "2")] == ["", "why"]
     assert found["2"].failed
     assert not found["3"].failed
     log = tmp_path / "jobs" / "0" / "seed0" / "log.txt"

@@ -15,7 +15,7 @@ import pytest
 from normattn.cli.app import main
 from normattn.errors import InputError
 from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
 from normattn.lab.sweep.launchers import Local
@@ -162,8 +162,8 @@ def test_a_second_eval_is_refused() -> None:
 def test_metrics_are_added_and_subtracted() -> None:
     """Three documents of one model at two lengths: sums made by hand."""
     names = ("a", "b", "c")
-    measured = joined(
-        identified(
+    measured = concat(
+        with_identity(
             Identity("own", row, row, 0, "non_repeated" if n > 4 else "train_length", n, 4),
             [sums("accuracy", names, right, np.full(3, 10))],
         )

@@ -19,7 +19,7 @@ from normattn.lab.report.claims import Finding
 from normattn.lab.report.output import page_json
 from normattn.lab.report.page import PageContext, context
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.stats import Bootstrap, Identity, concat, scalar, sums, with_identity
 from normattn.lab.studies import qknorm, realformer, rmsnorm
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.realformer import Setting
@@ -31,7 +31,7 @@ TOKENS = np.full(30, 100)
 
 
 def page(study: Study, parts: Iterable[pl.DataFrame]) -> PageContext:
-    return context(study.page, joined(parts), bootstrap=FEW)
+    return context(study.page, concat(parts), bootstrap=FEW)
 
 
 def tables(made: PageContext) -> dict[str, list[dict[str, Any]]]:
@@ -50,7 +50,7 @@ def finding(made: PageContext, said: str) -> Finding:
 def ended(training: Identity, step: int) -> pl.DataFrame:
     """A training in NaN."""
     rows = sums("diverged", ["blocks.0"], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
-    return identified(replace(training, protocol="training", data="", settings=""), [rows])
+    return with_identity(replace(training, protocol="training", data="", settings=""), [rows])
 
 
 # QK-Norm
@@ -70,15 +70,15 @@ def swept(score: str, rate: float, nats: float | None, seed: int = 0) -> pl.Data
     who = trained("rates", score, seed, rate)
     at: dict[str, Any] = {"axis": "step", "edges": [10.0]}
     logit = sums("largest_logit", [""], [[15.0 * rate + seed]], [[1.0]], **at)
-    parts = [identified(replace(who, protocol="training"), [logit])]
+    parts = [with_identity(replace(who, protocol="training"), [logit])]
     if nats is None:
-        return joined([*parts, ended(who, 41)])
+        return concat([*parts, ended(who, 41)])
     tokens = np.random.default_rng(seed).integers(5, 20, 30)
     losses = [
         sums(name, DOCUMENTS, each * tokens, tokens)
         for name, each in (("loss", nats), ("unigram_loss", 5.5))
     ]
-    return joined([*parts, identified(who, losses)])
+    return concat([*parts, with_identity(who, losses)])
 
 
 def test_what_the_sweep_of_learning_rates_says() -> None:
@@ -87,7 +87,7 @@ def test_what_the_sweep_of_learning_rates_says() -> None:
         *(swept("KNA", rate, nats) for rate, nats in ((1, 3.0), (4, 2.0), (16, 2.5))),
         swept("KNA", 4, None, seed=1),
     ]
-    view = View(joined(parts), FEW)
+    view = View(concat(parts), FEW)
     # 5.45 is hardly better than the unigrams' 5.5.
     for score, rate, failed in (
         ("Baseline", 4.0, {0: True}),
@@ -154,12 +154,12 @@ def encoder(row: str, hits: float, seed: int, size: str = "small") -> pl.DataFra
     """`hits` and a little noise of each document's 100 tokens are right."""
     correct = hits + noise(row, seed, size)
     facts = {"parameters": 800 if size == "small" else 1600, "planned_steps": 10}
-    known = [fact(name, float(value)) for name, value in facts.items()]
+    known = [scalar(name, float(value)) for name, value in facts.items()]
     masked = scored(correct, 300.0 - correct)
-    return joined(
+    return concat(
         [
-            identified(encoded(row, seed, "masked", size=size), masked),
-            identified(encoded(row, seed, "training", size=size), known),
+            with_identity(encoded(row, seed, "masked", size=size), masked),
+            with_identity(encoded(row, seed, "training", size=size), known),
         ]
     )
 
@@ -171,7 +171,7 @@ def setting(place: Setting, nats: float | None, seed: int = 0) -> pl.DataFrame:
     who = encoded(place.row, seed, "grid", **factors)
     if nats is None:
         return ended(who, 3)
-    return identified(who, scored(TOKENS / 2, nats + noise(place, seed)))
+    return with_identity(who, scored(TOKENS / 2, nats + noise(place, seed)))
 
 
 def test_claims_about_encoders_of_two_sizes() -> None:
@@ -222,7 +222,7 @@ def test_the_grid_tells_learned_stuck_and_diverged() -> None:
     told = {learned: "learned", stuck: "stuck", lost: "diverged", cold: "learned"}
     for nats, state in ((260.0, "learned"), (280.0, "stuck"), (None, "diverged")):
         # One seed that diverged or learned nothing is a failure, whatever the others came to.
-        found = realformer.grid(View(joined([*parts, setting(learned, nats, seed=1)]), FEW))
+        found = realformer.grid(View(concat([*parts, setting(learned, nats, seed=1)]), FEW))
         assert found == {**told, learned: state}
     rows = tables(page(realformer.STUDY, parts))["grid"]
     assert [row["state"] for row in rows] == ["learned", "stuck", "diverged", "learned"]
@@ -258,7 +258,7 @@ def curve(row: str, seed: int, early: float) -> pl.DataFrame:
         sums("loss", [""], [[early if step < 3 else 1.0]], [[1.0]], axis="step", edges=[step])
         for step in range(1, 21)
     ]
-    return identified(normed(row, seed, "training", data=""), [*steps, fact("steps", 20.0)])
+    return with_identity(normed(row, seed, "training", data=""), [*steps, scalar("steps", 20.0)])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from normattn.lab.report.figures import Curves
 from normattn.lab.report.page import context
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Identity, fact, identified, joined, sums
+from normattn.lab.stats import Bootstrap, Identity, concat, scalar, sums, with_identity
 from normattn.lab.studies import find
 from normattn.lab.studies.lm_report import precondition
 
@@ -35,9 +35,9 @@ def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900)
             measured(identity("non_repeated", LONGEST), "accuracy", spread, EDGES),
             measured(identity("repeated", LONGEST), "accuracy", spread, EDGES),
             measured(identity("repeated", LONGEST), "accuracy_seen", spread + copied, EDGES, 1),
-            identified(identity("training", 0), [fact("steps", steps)]),
+            with_identity(identity("training", 0), [scalar("steps", steps)]),
         ]
-    return joined(parts)
+    return concat(parts)
 
 
 def measured(
@@ -47,7 +47,7 @@ def measured(
     of = np.full((DOCUMENTS, len(edges) - 1), 100.0)
     of[:, :unseen] = 0
     names = [f"x{n:02}" for n in range(DOCUMENTS)]
-    return identified(
+    return with_identity(
         identity, [sums(statistic, names, of * points[:, None] / 100, of, axis="p", edges=edges)]
     )
 
@@ -104,8 +104,8 @@ def test_copying_by_distance_is_tabulated_and_claimed() -> None:
             names = [f"x{n:02}" for n in range(DOCUMENTS)]
             at: Any = {"axis": "distance", "edges": (3, 7)}
             of = np.full((DOCUMENTS, 2), 100.0)
-            parts.append(identified(who, [sums("accuracy_by_distance", names, above, of, **at)]))
-    made = context(find("keynorm").page, joined(parts), bootstrap=Bootstrap(resamples=200))
+            parts.append(with_identity(who, [sums("accuracy_by_distance", names, above, of, **at)]))
+    made = context(find("keynorm").page, concat(parts), bootstrap=Bootstrap(resamples=200))
     (table,) = (table for table in made.tables if table.key == "copying")
     assert [column.key for column in table.columns] == ["row", "copied_3", "copied_7"]
     verdicts = {found.claim.measured: found.verdict for found in made.findings}
@@ -126,6 +126,6 @@ def test_other_scores_are_tested_for_what_longer_contexts_do_and_controls_are_no
         for length in (L, LONGEST):
             identity = Identity("keynorm", row, row, 0, "last_segment", length, L, data="d")
             parts.append(measured(identity, "accuracy", 30 + NOISE, [0, length]))
-    claims = find("keynorm").page.claims(view(joined(parts)))
+    claims = find("keynorm").page.claims(view(concat(parts)))
     asked = [claim.sentence.split()[0] for claim in claims if claim.source == "asked here"]
     assert asked == ["Baseline-HoPE", "Baseline-HoPE", "NGPT", "NGPT"]

@@ -11,7 +11,7 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.stats import measurements
-from normattn.lab.studies import OF_COMMANDS, find
+from normattn.lab.studies import COMMAND_STUDIES, find
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.run import canonical_json
 from studies.conftest import run
@@ -93,7 +93,7 @@ def _trained() -> list[Path]:
     """Published folders of studies that train."""
     folders = sorted(file.parent for file in RESULTS.glob("*/" + measurements.FILE))
     kinds = {f: json.loads((f / "config.json").read_text())["kind"] for f in folders}
-    return [folder for folder in folders if kinds[folder] not in OF_COMMANDS]
+    return [folder for folder in folders if kinds[folder] not in COMMAND_STUDIES]
 
 
 @pytest.mark.parametrize(

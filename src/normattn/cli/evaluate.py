@@ -15,7 +15,7 @@ from normattn.cli import options
 from normattn.cli.report_runs import measured_of_runs
 from normattn.errors import InputError, unknown_name
 from normattn.lab.data.tokens import prepare_tokens
-from normattn.lab.report.terminal import say, tell
+from normattn.lab.report.terminal import print_line, print_report
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
@@ -58,7 +58,7 @@ def evaluate_run(args: options.Evaluate) -> None:
         supported = (UNMODIFIED, *inference_time_methods(score, settings.factor))
         methods[methods.index(ALL) : methods.index(ALL) + 1] = supported
         for sentence in explain_unsupported(score, settings.factor):
-            tell(sentence)
+            print_line(sentence)
     methods = list(dict.fromkeys("" if is_unmodified(name) else name for name in methods))
     for method in methods:
         score.with_method(method).resolve(factor=settings.factor)
@@ -122,6 +122,6 @@ def _report(run: Path) -> None:
     try:
         written = find("reading").report(measured_of_runs([(None, run)]), run / PAGE, {})
     except InputError as error:
-        tell(f"There is no page of all records: {error}.")
+        print_line(f"There is no page of all records: {error}.")
     else:
-        say(run / PAGE, written)
+        print_report(run / PAGE, written)

@@ -16,7 +16,7 @@ from normattn.errors import InputError
 from normattn.io import read_object, write_bytes
 from normattn.lab.data.tokeniser import PAD, SEPARATOR, UNKNOWN, Tokeniser, WordPieces
 from normattn.lab.report.tables import markdown_table
-from normattn.lab.report.terminal import tell
+from normattn.lab.report.terminal import print_line
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, check_unchanged, read_metrics, require_finished
 from normattn.lab.stats import MeasurementStore
@@ -140,8 +140,8 @@ def export_run(args: options.Export) -> None:
     from huggingface_hub import ModelCardData  # It comes with transformers.
 
     io.write_directory(out, fill)
-    tell(f"model, tokeniser and card: {out}")
-    tell(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
+    print_line(f"model, tokeniser and card: {out}")
+    print_line(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
 
 
 def _card_fields(run: Path, config: Any) -> dict[str, Any]:

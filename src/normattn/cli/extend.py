@@ -27,7 +27,7 @@ from normattn.errors import InputError, NormattnError
 from normattn.hf import extend, load, token_scorer
 from normattn.io import write_directory
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.terminal import ProgressBar, say
+from normattn.lab.report.terminal import ProgressBar, print_report
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Identity, MeasurementStore
@@ -163,7 +163,7 @@ def _evaluate_all(
     try:
         with EvaluationProgress(_cost(plan)) as progress:
             for sentence in notes:
-                progress.say(sentence)
+                progress.print_line(sentence)
             for (_, method), group in groupby(plan, lambda cell: cell[:2]):
                 cells = list(group)
                 # A damaged record counts as missing.
@@ -216,7 +216,7 @@ def _evaluate_method(
                         "--lengths or --dtype bf16; what was measured is kept"
                     )
                 progress.skip(_cost(missing[number:]))
-                progress.say(sentence)
+                progress.print_line(sentence)
                 return sentence
             progress.done(_cost([cell]), description)
     return None
@@ -228,7 +228,7 @@ def _report(out: Path, settings: ExtensionSettings) -> str | None:
         show("No length was evaluated in all its windows: nothing can be recommended.")
         return None
     written = STUDY.report(measured, out, settings.model_dump())
-    say(out, written)
+    print_report(out, written)
     return advise(View(measured)).method
 
 
@@ -279,10 +279,11 @@ class EvaluationProgress(ProgressBar):
         now = time.monotonic()
         left = (now - self._started) / self._done * (self._total - self._done)
         if first and left > 0:
-            self.say(
+            self.print_line(
                 f"by the first window, the rest takes about {duration(left)} to "
                 f"{duration(_MAX_SLOWDOWN * left)}: methods that change attention are slower"
             )
         if not self.console.is_terminal and (left <= 0 or now >= self._due):
             self._due = now + LINES_SECONDS
-            self.say(f"{description}: " + (f"about {duration(left)} left" if left > 0 else "done"))
+            state = f"about {duration(left)} left" if left > 0 else "done"
+            self.print_line(f"{description}: {state}")

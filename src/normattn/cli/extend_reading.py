@@ -29,7 +29,7 @@ from normattn.lab.evaluation.language_model import evaluate_cell
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import CachedScorer, TokenScorer, set_identity
 from normattn.lab.runs.environment import allocated_memory, record_peak_memory
-from normattn.lab.stats import Identity, digest, fact, identified, joined
+from normattn.lab.stats import Identity, concat, digest, scalar, with_identity
 from normattn.lab.studies.extend import KIND, PEAK, PREFILL, SECONDS
 
 DEFAULT_TEXT = ("python-source",)
@@ -216,14 +216,14 @@ class Evaluator:
         with record_peak_memory(device, self._resident) as peaks, _timed(self.model, seconds):
             frames = [evaluate_cell(scorer, each, identity) for each in sets]
         window = sets[0].documents[0]
-        costs = [fact(SECONDS, seconds[0], unit=window)]
-        costs += [fact(PEAK, size, unit=window) for size in peaks]
+        costs = [scalar(SECONDS, seconds[0], unit=window)]
+        costs += [scalar(PEAK, size, unit=window) for size in peaks]
         device_fields: dict[str, str | int] = {
             "device": str(device),
             "threads": torch.get_num_threads(),
         }
         prefill = replace(set_identity(identity, sets[0], **device_fields), protocol=PREFILL)
-        return joined([*frames, identified(prefill, costs)])
+        return concat([*frames, with_identity(prefill, costs)])
 
     def _evaluate_passkey(self, cell: Cell, identity: Identity) -> pl.DataFrame:
         window = self.passkey_window(cell.length, cell.window)

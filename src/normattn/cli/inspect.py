@@ -29,10 +29,10 @@ from normattn.lab.diagnostics.attention import MAX_TOKENS, attention_weights
 from normattn.lab.diagnostics.inspection import Collecting
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.terminal import print_table, say
+from normattn.lab.report.terminal import print_report, print_table
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory, require_finished
-from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING, sharpest
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
@@ -109,7 +109,7 @@ def inspect_model(args: options.Inspect) -> None:
     parts = [(identity, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
     parts += [] if drawn is None else [(replace(identity, protocol=DRAWN), drawn)]
     parts += [] if subject.training is None else [(trained, subject.training)]
-    frame = joined(identified(each, [rows]) for each, rows in parts)
+    frame = concat(with_identity(each, [rows]) for each, rows in parts)
     options_used = vars(replace(args, length=inputs.length, windows=len(inputs.rows)))
     resolved = {x: value for x, value in options_used.items() if x not in _UNRECORDED_OPTIONS}
     resolved |= {"run": str(args.run), "text": None if args.text is None else str(args.text)}
@@ -117,7 +117,7 @@ def inspect_model(args: options.Inspect) -> None:
     written = STUDY.report(frame, out, resolved)
     view = View(frame)
     print_table(STUDY.page.tables[0].fill(view), title=STUDY.page.notes(view)[0])
-    say(out, written)
+    print_report(out, written)
 
 
 def _parse_head(text: str) -> tuple[int, int] | None:

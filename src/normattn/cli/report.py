@@ -13,10 +13,10 @@ from normattn.cli.options import Report
 from normattn.cli.report_runs import measured_of_runs, runs_below, split_label
 from normattn.errors import InputError, NormattnError
 from normattn.io import read_object, write_json
-from normattn.lab.report.terminal import say
+from normattn.lab.report.terminal import print_report
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
-from normattn.lab.studies import OF_COMMANDS, errors_in, extend, find, find_typed
+from normattn.lab.studies import COMMAND_STUDIES, errors_in, extend, find, find_typed
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
@@ -56,7 +56,7 @@ def report_folders(options: Report) -> None:
         written = content.study.report(content.measured, out, dict(content.config))
     for folder in folders:
         _warn_of_unfinished(folder)
-    say(out, written)
+    print_report(out, written)
 
 
 def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Content | None:
@@ -109,13 +109,13 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
         with errors_in(study):
             _check_records(study, folder)
             measured = study.measurements(folder)
-    elif kind in OF_COMMANDS and not file.is_file():
+    elif kind in COMMAND_STUDIES and not file.is_file():
         raise InputError(
             f"{folder} holds measurements of {kind} without a report: run its command again, "
             "which measures nothing twice"
         )
     # A report of runs is written into the first of them, which may have new evaluations.
-    elif file.is_file() and (kind in OF_COMMANDS or not runs_below(folder)):
+    elif file.is_file() and (kind in COMMAND_STUDIES or not runs_below(folder)):
         measured = measurements.read(file)
         names = measured["study"].unique().to_list()
         if not study_name and len(names) != 1:
@@ -181,7 +181,7 @@ def _gallery(folders: Sequence[Path], out: Path) -> Content:
         raise InputError(
             f"{out} holds the report of one model on one text: give the joint report another --out"
         )
-    measured, config = extend.gathered(folders), extend.settings(folders)
+    measured, config = extend.combine(folders), extend.settings(folders)
     kind, name = _configuration(out)[1], extend.GALLERY.name
     if kind not in (None, name):
         raise InputError(f"{out / 'config.json'} belongs to {kind}: give another --out")

@@ -14,11 +14,11 @@ import polars as pl
 
 from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
-from normattn.lab.stats import collected, joined
+from normattn.lab.stats import concat, read_measurements
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
 from normattn.lab.studies.language import standalone_store
-from normattn.lab.studies.reading import KIND, OWN_TABLES
+from normattn.lab.studies.reading import KIND, SEPARATE_TABLES
 from normattn.lab.sweep.collect import Corpora, history, training_identity
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
@@ -59,7 +59,7 @@ def measured_of_runs(folders: Sequence[tuple[str | None, Path]]) -> pl.DataFrame
     or twice, and where evaluations of a run cannot be compared.
     """
     runs = dict.fromkeys((run, label) for label, folder in folders for run in runs_below(folder))
-    measured = joined(_labelled(run, label) for run, label in runs)
+    measured = concat(_labelled(run, label) for run, label in runs)
     if not _evaluated(measured).height and not any(measured["statistic"] == "diverged"):
         names = ", ".join(str(folder) for _, folder in folders)
         raise InputError(
@@ -88,7 +88,7 @@ def _labelled(run: Path, label: str | None) -> pl.DataFrame:
     """The measurements of a run, under its label if it has one."""
     # Of a study's run only standalone evaluations: the study's own records have other rows.
     standalone = standalone_store(run)
-    measured = standalone.frame() if len(standalone) else collected(run)
+    measured = standalone.frame() if len(standalone) else read_measurements(run)
     step = f"{FACTOR}step"
     if step in measured:  # of several measured steps only the last
         measured = measured.filter(pl.col(step) == pl.col(step).max())
@@ -97,7 +97,7 @@ def _labelled(run: Path, label: str | None) -> pl.DataFrame:
         for name in measured.columns
         if name.startswith(FACTOR) and measured[name].n_unique() == 1
     }
-    frame = joined([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
+    frame = concat([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
     return frame if label is None else frame.with_columns(row=pl.lit(label))
 
 
@@ -181,7 +181,8 @@ def _refuse_mixed(measured: pl.DataFrame) -> None:
     They have different scores (YaRN by 4 and by 8) or different tokens: another longest context or
     number of windows changes the last segments, and with them the losses.
     """
-    table = pl.when(pl.col("protocol").is_in(OWN_TABLES)).then("protocol").otherwise(pl.lit(""))
+    separate = pl.col("protocol").is_in(SEPARATE_TABLES)
+    table = pl.when(separate).then("protocol").otherwise(pl.lit(""))
     rows = _evaluated(measured).with_columns(table.alias("table"))
     last = measured.filter(protocol="last_segment", statistic="loss")
     keys = ["row", "method", "seed"]

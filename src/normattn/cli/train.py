@@ -8,7 +8,7 @@ from typing import Any
 from normattn.cli.options import Train
 from normattn.cli.parsing import settings
 from normattn.errors import InputError
-from normattn.lab.report.terminal import tell
+from normattn.lab.report.terminal import print_line
 from normattn.lab.runs.environment import keep_pages
 from normattn.lab.studies import preset as presets
 from normattn.lab.sweep.config import merged, value_at
@@ -36,13 +36,13 @@ def train_or_plan(options: Train) -> None:
     # Under torchrun only the first process prints.
     console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     for line in lines:
-        tell(line, console)
+        print_line(line, console)
     if options.plan:
         return
     with keep_pages():
         result = train_model(config, options.out, probes=diagnostics_probes(config))
     summary = f"loss {result.loss:.4f} after {result.steps:,} steps"
-    tell(f"{summary}; the model is in {options.out / 'model'}", console)
+    print_line(f"{summary}; the model is in {options.out / 'model'}", console)
 
 
 def _merge_settings(options: Train) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def inspect_model(
 ) -> pl.DataFrame:
     """Measure entropy, log-sum-exp, largest logit, sinks and norms by layer, head and position.
 
-    Returns rows of the measurements table without an identity (`normattn.lab.stats.identified` adds
-    it). `layer` counts from the bottom; the factor `layer` is its name. Read them with `by_head`
-    and `by_position`. Memory is not quadratic in the length. Dropout is off.
+    Returns rows of the measurements table without an identity, which `with_identity` adds. `layer`
+    counts from the bottom; the factor `layer` is its name. Read them with `by_head` and
+    `by_position`. Memory is not quadratic in the length. Dropout is off.
 
     Args:
         model: any model with scores. An active inference-time method stays active.

@@ -34,7 +34,7 @@ from normattn.lab.diagnostics.keys import (
     trained_range,
     varied,
 )
-from normattn.lab.stats import Identity, identified, joined, sums
+from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.models import CausalLM
 from normattn.models.utils import without_dropout
 
@@ -226,7 +226,7 @@ class _Mechanism:
         ]
         far = replace(near, length=self.texts.length)
         by_layer = [totals.rows(self.octaves) for totals in (self.near, self.far)]
-        return joined([identified(near, by_layer[0]), identified(far, [*by_layer[1], *last])])
+        return concat([with_identity(near, by_layer[0]), with_identity(far, [*by_layer[1], *last])])
 
 
 def distance_octaves(train_length: int, length: int) -> list[int]:

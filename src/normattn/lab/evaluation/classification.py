@@ -22,7 +22,7 @@ from normattn.lab.evaluation.scorer import (
     batches,
     weights_digest,
 )
-from normattn.lab.stats import Identity, fact, identified, joined, sums
+from normattn.lab.stats import Identity, concat, scalar, sums, with_identity
 from normattn.models.classifier import Classifier
 from normattn.models.flops import parameter_count
 from normattn.models.utils import without_dropout
@@ -119,12 +119,12 @@ def evaluate_classifier(
         "threshold": threshold,
         "development_micro_f1": micro_f1,
     }
-    return joined(
+    return concat(
         [
-            identified(identity, document_sums(predictions, threshold, split.names)),
-            identified(
+            with_identity(identity, document_sums(predictions, threshold, split.names)),
+            with_identity(
                 replace(identity, protocol="training"),
-                [fact(name, float(value)) for name, value in facts.items()],
+                [scalar(name, float(value)) for name, value in facts.items()],
             ),
         ]
     )

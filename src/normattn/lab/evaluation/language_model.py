@@ -27,7 +27,7 @@ from normattn.lab.evaluation.scorer import (
     set_identity,
     weights_digest,
 )
-from normattn.lab.stats import Identity, MeasurementStore, digest, identified, sums
+from normattn.lab.stats import Identity, MeasurementStore, digest, sums, with_identity
 from normattn.lab.stats.measurements import Factor
 from normattn.models.causal_lm import CausalLM
 
@@ -64,7 +64,7 @@ def evaluate_cell(
         ]
         if "accuracy_seen" in counts:
             frames.append(_by_distance(evaluation_set, *counts["accuracy_seen"]))
-        return identified(identity, frames)
+        return with_identity(identity, frames)
 
     distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
     key = digest(identity.columns(), edges, *distances)

@@ -16,7 +16,7 @@ from normattn.lab.evaluation.scorer import (
     scores_from,
     set_identity,
 )
-from normattn.lab.stats import Identity, MeasurementStore, digest, identified, sums
+from normattn.lab.stats import Identity, MeasurementStore, digest, sums, with_identity
 
 
 def evaluate_retrieval(
@@ -51,7 +51,7 @@ def evaluate_retrieval(
             sums(name, samples, total, of, axis="depth", edges=retrieval.depths)
             for name, (total, of) in statistics.items()
         ]
-        return identified(identity, frames)
+        return with_identity(identity, frames)
 
     key = digest(identity.columns())
     return measure() if store is None else store.once(key, measure)

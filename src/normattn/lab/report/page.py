@@ -26,7 +26,7 @@ FEW_UNITS = 20
 """The fewest units for a reliable interval."""
 
 
-def nothing(view: View) -> tuple[()]:
+def no_lines(view: View) -> tuple[()]:
     """Return (), the default of a page's optional parts."""
     return ()
 
@@ -39,10 +39,10 @@ class Page:
     question: str
     sources: tuple[str, ...]
     tables: tuple[Table, ...]
-    claims: Callable[[View], Sequence[Claim]] = nothing
-    figures: Callable[[View], Sequence[Figure]] = nothing
-    notes: Callable[[View], Sequence[str]] = nothing
-    summary: Callable[[View], Sequence[str]] = nothing
+    claims: Callable[[View], Sequence[Claim]] = no_lines
+    figures: Callable[[View], Sequence[Figure]] = no_lines
+    notes: Callable[[View], Sequence[str]] = no_lines
+    summary: Callable[[View], Sequence[str]] = no_lines
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Cell:
         return value, bracket[1:] + interval
 
 
-NOTHING = Cell("–")
+EMPTY_CELL = Cell("–")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Column:
         assert self.metric is not None
         estimate = view.estimate(self.metric, row.where)
         if estimate is None:
-            return NOTHING
+            return EMPTY_CELL
         if not math.isfinite(estimate.value):
             return Cell(self.without)
         digits, signed = self.metric.digits, self.metric.is_difference
@@ -94,7 +94,7 @@ def text_column(key: str, title: str, text: Callable[[View, Row], object]) -> Co
 
     def cell(view: View, row: Row) -> Cell:
         value = text(view, row)
-        return NOTHING if value in (None, "") else Cell(str(value))
+        return EMPTY_CELL if value in (None, "") else Cell(str(value))
 
     return Column(key, title, plain=cell)
 
@@ -109,7 +109,7 @@ def estimate_column(
 
     def cell(view: View, row: Row) -> Cell:
         estimate = estimated(view, row)
-        return NOTHING if estimate is None else Cell(text(estimate), estimate)
+        return EMPTY_CELL if estimate is None else Cell(text(estimate), estimate)
 
     return Column(key, title, plain=cell)
 
@@ -169,7 +169,7 @@ class FilledTable:
         def value(column: Column, cell: Cell) -> Any:
             if cell.estimate:
                 return cell.estimate.as_json()
-            return None if cell == NOTHING and column.key != "row" else cell.text
+            return None if cell == EMPTY_CELL and column.key != "row" else cell.text
 
         return [
             {
@@ -203,7 +203,7 @@ class Table:
         columns = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
         columns += self.columns(view) if callable(self.columns) else self.columns
         filled = [(column, [column.cell(view, row) for row in rows]) for column in columns]
-        nonempty = [(c, cells) for c, cells in filled if any(cell != NOTHING for cell in cells)]
+        nonempty = [(c, cells) for c, cells in filled if any(cell != EMPTY_CELL for cell in cells)]
         notes = self.notes(view) if callable(self.notes) else self.notes
         return FilledTable(
             *(self.key, self.title, f"{self.intro} {_explain_missing_intervals(nonempty)}".strip()),

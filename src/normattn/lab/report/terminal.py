@@ -33,17 +33,17 @@ def print_table(table: FilledTable, title: str = "") -> None:
     console.print(shown)
 
 
-def say(out: Path, written: Written) -> None:
+def print_report(out: Path, written: Written) -> None:
     """Print the "In short" and the paths of a report."""
     for line in ("In short", *(f"  {text}" for text in written.summary)) if written.summary else ():
-        tell(line)
-    tell(f"table: {out / 'table.md'}")
-    tell(f"report: {out / 'report.html'}")
+        print_line(line)
+    print_line(f"table: {out / 'table.md'}")
+    print_line(f"report: {out / 'report.html'}")
     count = len(written.figures)
-    tell(f"figures: {out / 'figures'} ({count} file{'s' * (count != 1)})")
+    print_line(f"figures: {out / 'figures'} ({count} file{'s' * (count != 1)})")
 
 
-def tell(sentence: str, console: Console | None = None) -> None:
+def print_line(sentence: str, console: Console | None = None) -> None:
     """Print a line unchanged, without wrapping."""
     output = console or Console(highlight=False)
     output.print(sentence, markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ AnyBar = TypeVar("AnyBar", bound="ProgressBar")
 class ProgressBar:
     """A progress bar on stderr, with `columns` after the percentage.
 
-    If stderr is not a terminal, only the lines of `say` are printed.
+    If stderr is not a terminal, only the lines of `print_line` are printed.
     """
 
     def __init__(self, *columns: Any, **options: Any) -> None:
@@ -77,6 +77,6 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def say(self, sentence: str) -> None:
+    def print_line(self, sentence: str) -> None:
         """Print a line above the bar."""
-        tell(sentence, self.console)
+        print_line(sentence, self.console)

@@ -19,8 +19,8 @@ from normattn.lab.stats import (
     Sums,
     contrast,
     estimate,
-    gathered,
     select,
+    select_sums,
 )
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import Bins, Length, Term
@@ -70,7 +70,7 @@ class View:
             by = ("statistic", *selected)
             parts = self._cached(("parts", *by), lambda: self.frame.partition_by(by, as_dict=True))
             part = parts.get((statistic, *(where[name] for name in selected)), self.frame.clear())
-            return gathered(part, statistic, where)
+            return select_sums(part, statistic, where)
 
         sums: Sums | None = self._cached(("sums", statistic, *sorted(where.items())), query)
         return sums

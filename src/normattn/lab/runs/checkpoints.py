@@ -31,7 +31,7 @@ from normattn.io import (
 )
 from normattn.terminal import warn
 
-KEPT = 2
+KEEP_LAST = 2
 TENSORS = "tensors.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -118,7 +118,7 @@ class Checkpoints:
                 folder.rename(aside)
 
     def _delete_old(self) -> None:
-        for old in self._folders()[:-KEPT]:
+        for old in self._folders()[:-KEEP_LAST]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _folder(self, step: int) -> Path:

@@ -1,6 +1,6 @@
 """Statistics: the measurements table and its store, metrics, estimates and contrasts."""
 
-from normattn.lab.stats.arrays import Sums, gathered, select
+from normattn.lab.stats.arrays import Sums, select, select_sums
 from normattn.lab.stats.bootstrap import Bootstrap
 from normattn.lab.stats.estimate import (
     Estimate,
@@ -10,9 +10,9 @@ from normattn.lab.stats.estimate import (
     holm,
     sign_test,
 )
-from normattn.lab.stats.measurements import Identity, diverged, fact, identified, joined, sums
+from normattn.lab.stats.measurements import Identity, concat, diverged, scalar, sums, with_identity
 from normattn.lab.stats.metrics import LONGEST, SHORTEST, Metric
-from normattn.lab.stats.store import MeasurementStore, collected, digest
+from normattn.lab.stats.store import MeasurementStore, digest, read_measurements
 
 __all__ = [
     "Bootstrap",
@@ -23,18 +23,18 @@ __all__ = [
     "Metric",
     "SHORTEST",
     "Sums",
-    "collected",
+    "concat",
     "contrast",
     "digest",
     "diverged",
     "estimate",
-    "fact",
-    "gathered",
-    "holm",
-    "identified",
-    "joined",
     "estimate_over_seeds",
+    "holm",
+    "read_measurements",
+    "scalar",
     "select",
+    "select_sums",
     "sign_test",
     "sums",
+    "with_identity",
 ]

@@ -78,7 +78,7 @@ def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
     return frame.filter(*conditions) if conditions else frame
 
 
-def gathered(frame: pl.DataFrame, statistic: str, where: Where | None = None) -> Sums | None:
+def select_sums(frame: pl.DataFrame, statistic: str, where: Where | None = None) -> Sums | None:
     """The sums of a statistic in the rows `where`; None where there are none.
 
     Raises `InputError` where the rows cannot be paired: they have several data sets, or a seed

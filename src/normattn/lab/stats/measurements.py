@@ -3,8 +3,8 @@
 A row has the identity of the model and data, the unit (document, sentence, image, batch), the place
 (layer, head, bin of an axis), the statistic, and two numbers, `sum` and `of`. These are sums, never
 rates: 7 correct of 10 tokens are sum = 7, of = 10. So any group of rows can be added up later
-without the model. A loss is nats over tokens, a mean a sum over its count, and a fact (parameters,
-steps) a number over 1.
+without the model. A loss is nats over tokens, a mean a sum over its count, and a scalar
+(parameters, steps) a number over 1.
 
     identity    study, row, score, method, seed, protocol, length, train_length, split,
                 data, weights, settings (digests), and `factor.*`: what else a study varies
@@ -124,7 +124,7 @@ def sums(
     layer: int | None = None,
     head: int | None = None,
 ) -> pl.DataFrame:
-    """Rows of one statistic, without their identity, which `identified` adds.
+    """Rows of one statistic, without their identity, which `with_identity` adds.
 
     `sum` and `of` are (units,) without an axis and (units, bins) with one; `of` is broadcast to
     `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Rows of one unit
@@ -156,34 +156,34 @@ def sums(
     )
 
 
-def fact(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
-    """A row with one fact of a training, such as its parameters or steps."""
+def scalar(statistic: str, value: float | int, unit: str = "") -> pl.DataFrame:
+    """A row with one number of a training, such as its parameters or steps."""
     return sums(statistic, [unit], [value], [1.0])
 
 
 def diverged(identity: Identity, step: int, where: str) -> pl.DataFrame:
     """The measurement that a training ended in NaN at a step, first seen in the module `where`."""
     row = sums("diverged", [where], [[1.0]], [[1.0]], axis="step", edges=[float(step)])
-    return identified(identity, [row])
+    return with_identity(identity, [row])
 
 
-def identified(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
+def with_identity(identity: Identity, parts: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of `parts` with their identity, as a checked measurements table."""
     rows = pl.concat(list(parts))
     columns = [
         pl.lit(value, dtype=IDENTITY.get(name) or _TYPES[type(value)]).alias(name)
         for name, value in identity.columns().items()
     ]
-    return checked(rows.with_columns(columns), f"the measurements of {identity.row}")
+    return validate(rows.with_columns(columns), f"the measurements of {identity.row}")
 
 
-def joined(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
+def concat(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Concatenate measurements tables; missing factors are null."""
     nonempty = [frame for frame in frames if frame.height]
     return pl.concat(nonempty, how="diagonal") if nonempty else empty()
 
 
-def checked(frame: pl.DataFrame, source: str) -> pl.DataFrame:
+def validate(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
 
     Raises `InputError` for a missing or unknown column, a wrong type, a null in a required column,
@@ -235,7 +235,7 @@ def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
 
     `key` is the evaluation's key in a `MeasurementStore`.
     """
-    table = sorted_rows(checked(frame, str(path)))
+    table = sorted_rows(validate(frame, str(path)))
     metadata = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
 
     def fill(file: Path) -> None:
@@ -265,7 +265,7 @@ def read(path: Path, key: str | None = None) -> pl.DataFrame:
         stored_key = pl.read_parquet_metadata(BytesIO(content)).get(KEY, "of no key")
         if stored_key != key:
             raise InputError(f"{path} is damaged: it holds the evaluation {stored_key}")
-    return checked(pl.read_parquet(content), str(path))
+    return validate(pl.read_parquet(content), str(path))
 
 
 def _signature(unsigned: bytes) -> bytes:

@@ -22,7 +22,7 @@ def digest(*parts: object) -> str:
 
 DONE = "done.json"
 """The file of a store's markers; see `MeasurementStore.finish`."""
-BESIDE = "beside"
+EXTRA = "beside"
 """The folder in a run's store for evaluations outside its study."""
 
 
@@ -96,20 +96,20 @@ class MeasurementStore:
 
     def frame(self) -> pl.DataFrame:
         """All measurements of the folder; raises `InputError` for a damaged file."""
-        return measurements.joined(measurements.read(path) for path in self._paths())
+        return measurements.concat(measurements.read(path) for path in self._paths())
 
     def _paths(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*.parquet") if path.name[0] != ".")
 
 
-def collected(out: Path) -> pl.DataFrame:
+def read_measurements(out: Path) -> pl.DataFrame:
     """All measurements below a study's directory, without the copies in reports.
 
-    Evaluations in folders `BESIDE` do not belong to the study.
+    Evaluations in folders `EXTRA` do not belong to the study.
     """
     paths = sorted(
         path
         for path in out.rglob("*.parquet")
-        if path.name != measurements.FILE and path.parent != out and path.parent.name != BESIDE
+        if path.name != measurements.FILE and path.parent != out and path.parent.name != EXTRA
     )
-    return measurements.joined(measurements.read(path) for path in paths if path.name[0] != ".")
+    return measurements.concat(measurements.read(path) for path in paths if path.name[0] != ".")

@@ -18,7 +18,7 @@ from normattn.errors import unknown_name
 if TYPE_CHECKING:
     from normattn.lab.studies.base import Study
 
-OF_COMMANDS = ("extend", "gallery", "inspect")
+COMMAND_STUDIES = ("extend", "gallery", "inspect")
 """Studies that the commands of these names measure; `names` does not list them."""
 
 
@@ -30,7 +30,7 @@ class _Location(NamedTuple):
 
 def names() -> list[str]:
     """Return the sorted names of the package's studies, without importing them."""
-    return sorted(name for name in _found() if name not in OF_COMMANDS)
+    return sorted(name for name in _found() if name not in COMMAND_STUDIES)
 
 
 def summary(name: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from normattn.errors import InputError, unknown_name
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, text_column
+from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric, Sums
 from normattn.lab.studies import lm_report as lm
@@ -212,7 +212,7 @@ def _change_columns(view: View) -> list[Column]:
 
     def effect(view: View, row: Row) -> Cell:
         if not _shares_documents(view, row):
-            return NOTHING
+            return EMPTY_CELL
         return Column("", "", _effect(row)).cell(view, Row("", {}))
 
     columns = []

@@ -28,7 +28,7 @@ from normattn.errors import InputError, unknown_name
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
-from normattn.lab.report.page import Page, context, nothing
+from normattn.lab.report.page import Page, context, no_lines
 from normattn.lab.report.tables import Column, Table
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric
@@ -124,8 +124,8 @@ class Study:
         tables: Sequence[Table] = (),
         claims: Sequence[Claim] | Callable[[View], Iterable[Claim]] = (),
         figures: Sequence[Figure] | Callable[[View], Iterable[Figure]] | None = None,
-        summary: Callable[[View], Sequence[str]] = nothing,
-        notes: Callable[[View], Sequence[str]] = nothing,
+        summary: Callable[[View], Sequence[str]] = no_lines,
+        notes: Callable[[View], Sequence[str]] = no_lines,
         resolve: Callable[[Request], Sweep] | None = None,
         runs: Sequence[type[AnyRun]] = (TextRun,),
         collect: Callable[[Path], pl.DataFrame] = collect_measurements,

@@ -19,7 +19,7 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import (
-    NOTHING,
+    EMPTY_CELL,
     Cell,
     Column,
     Row,
@@ -152,7 +152,7 @@ def _keys(length: int) -> Callable[[View, Row], Cell]:
         where = {**row.where, "protocol": KEY, "length": length}
         estimate, sums = view.estimate(EXACT, where), view.sums(EXACT.name, where)
         if estimate is None or sums is None:
-            return NOTHING
+            return EMPTY_CELL
         return Cell(f"{sums.numerator.sum():.0f} of {sums.denominator.sum():.0f}", estimate)
 
     return cell
@@ -262,7 +262,7 @@ STUDY = Study(
 TEXT, MULTIPLE = "factor.text", "factor.multiple"
 
 
-def gathered(folders: Sequence[Path]) -> pl.DataFrame:
+def combine(folders: Sequence[Path]) -> pl.DataFrame:
     """The measurements of several folders of `extend`, with each row's text and multiple of L.
 
     Raises `InputError` where a folder is not from `extend`, and where two have the same model on
@@ -279,7 +279,7 @@ def gathered(folders: Sequence[Path]) -> pl.DataFrame:
             sources[model, text] = folder
         multiple = (pl.col("length") / pl.col("train_length")).alias(MULTIPLE)
         parts.append(measured.with_columns(pl.lit(text).alias(TEXT), multiple))
-    return measurements.joined(parts).with_columns(pl.lit("gallery").alias("study"))
+    return measurements.concat(parts).with_columns(pl.lit("gallery").alias("study"))
 
 
 def settings(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:

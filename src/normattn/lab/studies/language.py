@@ -18,9 +18,9 @@ from normattn.lab.data.tokens import TokenData
 from normattn.lab.evaluation.language_model import evaluate_run
 from normattn.lab.evaluation.scorer import AnySet
 from normattn.lab.runs import require_finished
-from normattn.lab.stats import MeasurementStore, digest, joined
+from normattn.lab.stats import MeasurementStore, concat, digest
 from normattn.lab.stats.measurements import Factor
-from normattn.lab.stats.store import BESIDE
+from normattn.lab.stats.store import EXTRA
 from normattn.lab.studies.preset import EvaluationSettings, Preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, Progress, Request, Run, Stage, Sweep
@@ -189,7 +189,7 @@ class ModelEvaluation:
             on_measured=on_measured,
             on_method=finish,
         )
-        return joined(measured)
+        return concat(measured)
 
 
 def evaluation_stage(
@@ -259,7 +259,7 @@ def evaluate_finished_run(
 
 def standalone_store(run: Path) -> MeasurementStore:
     """The store for `normattn evaluate` on a study's run, separate from the study's store."""
-    return MeasurementStore(run / EVALUATIONS / BESIDE)
+    return MeasurementStore(run / EVALUATIONS / EXTRA)
 
 
 # Texts

@@ -26,7 +26,7 @@ from normattn.lab.report.figures import (
     Panel,
     Point,
 )
-from normattn.lab.report.tables import NOTHING, Cell, Column, Row, Table, format_estimate
+from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, Row, Table, format_estimate
 from normattn.lab.report.view import View, bin_points, points, step_points
 from normattn.lab.stats import LONGEST, SHORTEST, Estimate, Metric
 from normattn.lab.stats.arrays import Where
@@ -168,7 +168,7 @@ def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) ->
 def _cost(view: View, row: Row) -> Cell:
     """A method minus the unmodified model at the training length; empty for the latter."""
     if not row.where.get("method"):
-        return NOTHING
+        return EMPTY_CELL
     at_l = ACCURACY.at(protocol="train_length")
     return Column("cost", COST, at_l - at_l.at(method="")).cell(view, row)
 

@@ -22,7 +22,7 @@ from normattn.lab.report.claims import SEEDS, Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
 from normattn.lab.report.view import View, points
-from normattn.lab.stats import Estimate, Identity, Metric, identified, sign_test, sums
+from normattn.lab.stats import Estimate, Identity, Metric, sign_test, sums, with_identity
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import BLEU, CHRF
@@ -100,7 +100,7 @@ def largest_logits(identity: Identity, run: Path) -> pl.DataFrame:
         if (largest := line.largest) is not None:
             step: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
             measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **step))
-    return identified(identity, measured) if measured else empty()
+    return with_identity(identity, measured) if measured else empty()
 
 
 # Columns

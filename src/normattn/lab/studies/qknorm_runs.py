@@ -28,7 +28,7 @@ from normattn.lab.evaluation.translation import (
     translate,
     unigram_loss,
 )
-from normattn.lab.stats import identified, sums
+from normattn.lab.stats import sums, with_identity
 from normattn.lab.studies.preset import RISING, Positive, StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.run import EVALUATIONS, MeasuredRun, Progress, Request, Run, Sweep
@@ -265,7 +265,7 @@ class TranslationRun(MeasuredRun):
             split=settings.split,
             settings=decoding,
         )
-        return identified(identity, measured)
+        return with_identity(identity, measured)
 
     def _translate(
         self,
@@ -342,7 +342,7 @@ class VisionRun(MeasuredRun):
             length=config.model.tokens,
             train_length=config.model.tokens,
         )
-        return identified(identity, measured)
+        return with_identity(identity, measured)
 
 
 # From a request to runs

@@ -41,7 +41,7 @@ from normattn.settings import Settings
 
 KIND = "reading"
 POSITION, RETRIEVAL = "by_position", "retrieval"
-OWN_TABLES = (POSITION, RETRIEVAL)
+SEPARATE_TABLES = (POSITION, RETRIEVAL)
 """The protocols with separate tables."""
 TASK = "factor.task"
 TASKS = {
@@ -70,7 +70,7 @@ def resolve(request: Request) -> Sweep:
     """The sweep of *reading*; raises `InputError` as `keynorm.resolve` does."""
     instead = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
     preset = load_preset(request, KIND, ReadingPreset, instead)
-    overrides = {"multiples": preset.reading.multiples, "protocols": OWN_TABLES}
+    overrides = {"multiples": preset.reading.multiples, "protocols": SEPARATE_TABLES}
     setting = TextSetting.of(preset, overrides)
     if request.methods in (None, (ALL,)):
         methods: tuple[str, ...] = (UNMODIFIED, *candidates())

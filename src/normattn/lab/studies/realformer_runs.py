@@ -20,7 +20,7 @@ from normattn.lab.data.windows import MaskedSet, masked_set
 from normattn.lab.diagnostics.depth import layer_gradients, measure_depth
 from normattn.lab.evaluation.masked import documents_of, score_masked, unigram_loss
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.stats import fact, identified, joined, sums
+from normattn.lab.stats import concat, scalar, sums, with_identity
 from normattn.lab.studies.preset import Positive, StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
@@ -240,7 +240,7 @@ class EncoderRun(MeasuredRun):
             train_length=texts.length,
             weights=weights_digest(model),
         )
-        scored = identified(
+        scored = with_identity(
             identity,
             [
                 sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
@@ -257,12 +257,12 @@ class EncoderRun(MeasuredRun):
             "planned_steps": config.steps,
             "learning_rate": config.optimiser.lr,
         }
-        training = [fact(name, float(value)) for name, value in facts.items()]
-        return joined(
+        training = [scalar(name, float(value)) for name, value in facts.items()]
+        return concat(
             [
                 scored,
-                identified(replace(identity, protocol="depth"), depth),
-                identified(replace(identity, protocol="training"), training),
+                with_identity(replace(identity, protocol="depth"), depth),
+                with_identity(replace(identity, protocol="training"), training),
             ]
         )
 

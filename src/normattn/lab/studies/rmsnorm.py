@@ -36,11 +36,11 @@ from normattn.lab.stats import (
     Identity,
     Metric,
     Sums,
+    concat,
     estimate_over_seeds,
-    identified,
-    joined,
     select,
     sums,
+    with_identity,
 )
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
@@ -179,7 +179,7 @@ class TimeRun(MeasuredRun):
         count = f"{config.threads} thread{'s' * (config.threads > 1)}"
         setup = f"{config.batch_size} documents, {config.precision}, {process.device.type}, {count}"
         identity = self.identity(STEP_TIME, settings=setup)
-        return joined(
+        return concat(
             timed(replace(identity, row=norm, score=norm), timing.rounds)
             for norm, timing in timings.items()
         )
@@ -189,7 +189,7 @@ def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
     """The seconds of a step in every round, as measurements."""
     units = [f"round {number:04}" for number in range(len(rounds))]
     seconds = np.asarray(rounds)
-    return identified(identity, [sums("step_time", units, seconds, np.ones(len(seconds)))])
+    return with_identity(identity, [sums("step_time", units, seconds, np.ones(len(seconds)))])
 
 
 def _stepper(

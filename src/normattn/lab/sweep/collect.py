@@ -12,7 +12,7 @@ import polars as pl
 from normattn.errors import InputError
 from normattn.io import read_object, write_json
 from normattn.lab.runs import read_metrics
-from normattn.lab.stats import Identity, collected, fact, identified, joined, sums
+from normattn.lab.stats import Identity, concat, read_measurements, scalar, sums, with_identity
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.measurements import FACTOR, Factor, empty
 from normattn.lab.sweep.paths import RunPaths
@@ -37,14 +37,14 @@ def collect_measurements(
     """
     runs = RunPaths.below(out)
     refuse_changed_text(paths.run for paths in runs)
-    stored = collected(out)
+    stored = read_measurements(out)
     parts = [keep_common_data(stored, [f"{FACTOR}{name}" for name in factors])]
     for sentence in describe_left_out(stored, parts[0]):
         warn(f"normattn: {sentence}")
     for paths in runs:
         identity = _training_identity(paths)
         parts += [history(paths.run, identity), also(identity, paths.run)]
-    return joined(parts)
+    return concat(parts)
 
 
 def _training_identity(paths: RunPaths) -> Identity:
@@ -89,7 +89,7 @@ def history(run: Path, identity: Identity) -> pl.DataFrame:
             for start, total, count in zip(bins * width + 1, totals, counts, strict=True)
         ]
     )
-    return identified(identity, [rows, fact("steps", float(steps[-1]))])
+    return with_identity(identity, [rows, scalar("steps", float(steps[-1]))])
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class Child(Task):
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         # Other output may reach the log after the error's sentence.
         sentences = [line for line in lines if line.startswith("normattn: ")]
-        last = (sentences or lines or [""])[-1]
+        last = (sentences or lines or [""])[-1].removeprefix("normattn: ")
         if code > 0:
             return code, last or "no output"
         name = signal.Signals(-code).name

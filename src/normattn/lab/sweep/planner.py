@@ -178,8 +178,8 @@ class SweepProgress(ProgressBar):
         result = f"done in {duration(outcome.seconds)}"
         if outcome.code:
             word = "diverged" if outcome.code == DIVERGED else "failed"
-            result = f"{word}: {outcome.message.removeprefix('normattn: ')}"
-        self.say(f"{outcome.job.name} {result} {count}")
+            result = f"{word}: {outcome.message}"
+        self.print_line(f"{outcome.job.name} {result} {count}")
         if outcome.code == 0:
             for line in self._rows(outcome.job.name):
-                self.say(line)
+                self.print_line(line)

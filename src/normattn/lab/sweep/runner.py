@@ -16,12 +16,12 @@ from rich.table import Table
 
 from normattn.errors import DivergedError, InputError
 from normattn.io import read_object, write_text
-from normattn.lab.report.tables import NOTHING
-from normattn.lab.report.terminal import say, tell
+from normattn.lab.report.tables import EMPTY_CELL
+from normattn.lab.report.terminal import print_line, print_report
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.runs.environment import keep_pages
-from normattn.lab.stats import collected, measurements
+from normattn.lab.stats import measurements, read_measurements
 from normattn.lab.stats.arrays import keep_common_data
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
@@ -66,7 +66,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     at_once = min(request.jobs or launcher.slots(needs) or count, count)
     for run in _one_of_each_data(sweep):
         for line in run.training_config.data.plan_notes():
-            tell(line, console)
+            print_line(line, console)
     _print_plan(console, sweep, launcher, at_once, all_sentences=only_plan)
     if only_plan:
         return []
@@ -91,8 +91,8 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         for sentence in failed:
             warn(f"normattn: {sentence}")
         if len(failed) < len(sweep.runs):
-            config = RunDirectory.existing(sweep.out).config
-            say(sweep.out, study.report(study.measurements(sweep.out), sweep.out, config))
+            measured = study.measurements(sweep.out)
+            print_report(sweep.out, study.report(measured, sweep.out, directory.config))
     return failed
 
 
@@ -117,8 +117,7 @@ def _run_all(
     with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
         outcomes = run_jobs(jobs, launcher, at_once, needs, progress)
     return [
-        f"{outcome.job.name} failed: {outcome.message.removeprefix('normattn: ')} (its output "
-        f"is in {outcome.job.log})"
+        f"{outcome.job.name} failed: {outcome.message} (its output is in {outcome.job.log})"
         for outcome in outcomes
         if outcome.failed
     ]
@@ -146,9 +145,9 @@ def _print_plan(
     console.print(table)
     if all_sentences or len(sweep.skipped) <= SHOWN_SENTENCES:
         for sentence in sweep.skipped:
-            tell(sentence, console)
+            print_line(sentence, console)
     else:
-        tell(f"Some rows are left out; {sweep.out / LEFT_OUT} says why", console)
+        print_line(f"Some rows are left out; {sweep.out / LEFT_OUT} says why", console)
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Run]:
@@ -169,7 +168,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
             now[run.data_key[1]] = data.fingerprint
         for line in lines:
             if line not in printed:
-                tell(line, console)
+                print_line(line, console)
         printed |= dict.fromkeys(lines)
     # Find runs by their folders: one without settings in jobs/ must not fail the others.
     refuse_changed_text(sorted(sweep.out.glob("cells/*/seed*")), now)
@@ -202,14 +201,14 @@ def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
     """
     if not study.headline:
         return []
-    view = View(keep_common_data(collected(sweep.paths(run).run), ()))
+    view = View(keep_common_data(read_measurements(sweep.paths(run).run), ()))
     table = study.page.tables[0]
     columns = table.columns(view) if callable(table.columns) else table.columns
     headline = [replace(c, interval=False) for c in columns if c.key in study.headline]
     lines = []
     for row in table.rows(view):
         cells = [(column.title, column.cell(view, row)) for column in headline]
-        values = [f"{title} {cell.text}" for title, cell in cells if cell is not NOTHING]
+        values = [f"{title} {cell.text}" for title, cell in cells if cell is not EMPTY_CELL]
         lines.append(f"  {row.label}: {', '.join(values)}")
     return lines
 

@@ -57,7 +57,7 @@ def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> 
         )
 
 
-KEPT = "kept"
+KEPT_MODELS = "kept"
 """The folder of a run with the models of the steps in `keep`."""
 AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
 AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
@@ -113,7 +113,7 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
     if continued is None:
         return
     start = expand_path(continued.start)
-    run = start.parent.parent if start.parent.name == KEPT else start.parent
+    run = start.parent.parent if start.parent.name == KEPT_MODELS else start.parent
     saved = run / TOKENISER_FILE
     if not saved.is_file():
         return

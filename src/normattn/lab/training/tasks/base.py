@@ -18,7 +18,7 @@ from normattn.lab.data.sources import SplitSettings
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig
 from normattn.lab.training.distributed import World, process_group
-from normattn.lab.training.init_from import KEPT, record_corpus
+from normattn.lab.training.init_from import KEPT_MODELS, record_corpus
 from normattn.lab.training.loop import train
 from normattn.lab.training.planning import Cost, check_memory
 from normattn.lab.training.task import TrainingResult, derive_seed
@@ -224,7 +224,7 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
 
 def kept_model(run: Path, step: int) -> Path:
     """Return the folder of the model of `step`, one of the run's `keep`."""
-    return run / KEPT / f"step-{step:08d}"
+    return run / KEPT_MODELS / f"step-{step:08d}"
 
 
 def _finished_result(run: RunDirectory) -> TrainingResult | None:
