@@ -50,8 +50,9 @@ def run(job: Job) -> tuple[int, str]:
         app.main(job.arguments[2:])
     code = ended.value.code
     assert isinstance(code, int)
-    message = "" if code == FINISHED else job.log.read_text().splitlines()[-1].removeprefix("normattn: ")
-    return code, message
+    if code == FINISHED:
+        return code, ""
+    return code, job.log.read_text().splitlines()[-1].removeprefix("normattn: ")
 
 
 def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
