@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -370,13 +371,11 @@ def resolve(request: Request) -> Sweep:
         **fields: Any,
     ) -> None:
         """Add a run for each chosen score, multiple and seed."""
-        chosen = [
-            run_of(kind, experiment, row, layers, training, rate, **fields)
-            for row, layers in rows_of(names, preset.trained_with).items()
-            if request.variants is None or row in table
-            for rate in multiples
-        ]
-        runs.extend(run.model_copy(update={"seed": seed}) for seed in seeds for run in chosen)
+        rows = rows_of(names, preset.trained_with)
+        chosen = [row for row in rows if request.variants is None or row in table]
+        for seed, row, rate in product(seeds, chosen, multiples):
+            run = run_of(kind, experiment, row, rows[row], training, rate, seed=seed, **fields)
+            runs.append(run)
 
     training = preset.whole_training(TranslationConfig)
     fields: dict[str, Any] = {"evaluation": evaluation, "translated": True}
@@ -413,7 +412,7 @@ def run_of(
     rate: float,
     **fields: Any,
 ) -> Run:
-    """The run of a row in an experiment, with seed 0, at a multiple of its learning rate."""
+    """The run of a row in an experiment, at a multiple of its learning rate."""
     score, name = split_row(row)[0], row
     scores = scores_of(score)
     if kind is VisionRun:
@@ -432,7 +431,6 @@ def run_of(
         variant=f"{name}@x{rate:g}" if experiment == RATES or rate != 1 else name,
         row=row,
         score=score,
-        seed=0,
         factors=factors,
         training=merged(settings, {"optimiser.lr": factors["learning_rate"]}),
         **fields,
