@@ -15,7 +15,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from normattn.errors import InputError, unknown_name
 from normattn.io import read_toml
@@ -42,7 +42,7 @@ AnyPreset = TypeVar("AnyPreset", bound="StudyPreset")
 Positive = Annotated[float, Field(gt=0)]
 
 
-def _check_rising(values: tuple[Any, ...], field: ValidationInfo) -> tuple[Any, ...]:
+def _check_rising(values: tuple[Any, ...], field: Any) -> tuple[Any, ...]:
     if not values or list(values) != sorted(set(values)):
         raise ValueError(f"{field.field_name} must rise, got {list(values)}")
     return values
