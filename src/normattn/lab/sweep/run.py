@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import polars as pl
 from pydantic import Field
@@ -312,6 +312,7 @@ class Sweep:
         return RunPaths.of(self.out, run.variant, run.seed)
 
 
+@runtime_checkable
 class Experiment(Protocol):
     """What the runner needs of a study; implemented by `normattn.lab.studies.base.Study`."""
 
