@@ -39,12 +39,12 @@ def row(family: str) -> tuple[str, ...]:
 
 def _said(layer: LayerScore) -> str:
     """The score; else what is missing, without the layer's name and what differs by processor."""
-    beside = "" if layer.beside is None else f" ({layer.beside})"
+    note = "" if layer.mask_note is None else f" ({layer.mask_note})"
     if layer.verified:
-        return f"`{layer.spec}`{beside}"
+        return f"`{layer.spec}`{note}"
     lacks = str(layer.lacks).partition("): ")[2]
     agrees = layer.difference is not None and layer.difference < TOLERANCE
-    but = f"; otherwise `{layer.spec}`{beside}" if agrees else ""
+    but = f"; otherwise `{layer.spec}`{note}" if agrees else ""
     return "not identified: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
 
 

@@ -121,16 +121,16 @@ def test_keys_that_an_indexer_chooses_are_an_operand(family: str) -> None:
     seen = score_of(model)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
     assert seen.verified, str(seen)
-    beside = "an indexer chooses the keys of each query (attn_mask)"
-    assert {layer.beside for layer in seen.layers} == {beside}
-    assert beside in str(seen)
+    note = "an indexer chooses the keys of each query (attn_mask)"
+    assert {layer.mask_note for layer in seen.layers} == {note}
+    assert note in str(seen)
 
 
 def test_an_indexer_that_leaves_no_key_out_is_not_shown() -> None:
     seen = score_of(build("glm_moe_dsa", index_topk=48))
     assert not seen.verified
     assert "its indexer leaves out none of 48 tokens: use more tokens" in str(seen)
-    assert {layer.beside for layer in seen.layers} == {None}
+    assert {layer.mask_note for layer in seen.layers} == {None}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_masks_by_the_text_are_operands(family: str, more: dict[str, Any]) -> No
     """Doge adds to the scores of a key by its values, and hides the lowest; Qwen4 hides blocks."""
     seen = score_of(build(family, **more))
     assert seen.verified, str(seen)
-    assert "its mask depends on the text (attn_mask)" in {layer.beside for layer in seen.layers}
+    assert "its mask depends on the text (attn_mask)" in {layer.mask_note for layer in seen.layers}
 
 
 def _tilted(mask: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ def test_masks_that_every_text_has_are_no_operands(
     assert seen.layers[0].verified
     assert not seen.verified
     assert lacks in str(seen.layers[1].lacks)
-    assert seen.layers[1].beside is None
+    assert seen.layers[1].mask_note is None
     assert seen.layers[1].difference is not None
     assert (seen.layers[1].difference < 1e-5) == ("its mask" in lacks)
 

@@ -31,7 +31,7 @@ def name_scores(args: model_options.Score) -> int:
                 "difference": layer.difference,
                 "verified": layer.verified,
                 "lacks": layer.lacks,
-                "beside": layer.beside,
+                "mask_note": layer.mask_note,
             }
             for layer in score.layers
         ]

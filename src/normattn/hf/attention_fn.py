@@ -204,9 +204,9 @@ class ExtendedLayer:
         else:
             position = ModelRoPE(
                 base=rotation.base or 10000.0,
-                layout="interleaved" if rotation.interleaved else "half",
+                layout="interleaved" if rotation.layout.interleaved else "half",
                 theta=tuple(rotation.frequencies.tolist()),
-                start=rotation.start,
+                start=rotation.layout.start,
             )
             parts += [position, *(part for part in spec.parts if part.when != "training-time")]
             scaling = spec.rope_scaling
@@ -303,10 +303,10 @@ def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tenso
 
     Rotating features get the model's amplitude for q and k; the others lose the method's gain.
     """
-    d, size = rotation.head_dim, 2 * rotation.frequencies.numel()
-    q = torch.full((d,), 1 / gain, dtype=torch.float64)
-    q[rotation.start : rotation.start + size] = rotation.amplitude**2
-    k = torch.ones(d, dtype=torch.float64)
+    q = torch.full((rotation.head_dim,), 1 / gain, dtype=torch.float64)
+    for features in rotation.layout.halves(q):
+        features.fill_(rotation.amplitude**2)
+    k = torch.ones_like(q)
     if rotation.gains is not None:
         q, k = (x * gains.cpu() for x, gains in zip((q, k), rotation.gains, strict=True))
     return None if bool((q == 1).all() and (k == 1).all()) else (q, k)

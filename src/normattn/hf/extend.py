@@ -359,7 +359,7 @@ def _has_expected_inputs(
         expected = layer.unrotated.q, source.unrotated.k
         if not rotates_inside(spec):
             theta = method_frequencies(spec, layer.rotation)
-            amplitude = 1.0 if layer.rotation.normed else layer.spectrum(spec)[1]
+            amplitude = 1.0 if layer.rotation.gains else layer.spectrum(spec)[1]
             rotation = replace(layer.rotation, frequencies=theta, amplitude=amplitude)
             expected = rotation.rotated(expected[0], 0), rotation.rotated(expected[1], 1)
     tolerance = _TOLERANCE if call.q.dtype in FULL_PRECISION else _HALF_TOLERANCE

@@ -125,7 +125,7 @@ class Plan(NamedTuple):
             scaled=None if rotation is None else rotation.scaled,
             head_dim=full[0].call.q.shape[-1],
             rotated=0 if rotation is None else 2 * int((rotation.frequencies != 0).sum()),
-            layout="interleaved" if rotation is not None and rotation.interleaved else "half",
+            layout="interleaved" if rotation and rotation.layout.interleaved else "half",
             extended=tuple(layer.index for layer in rotated),
             without_positions=tuple(layer.index for layer in full if layer.rotation is None),
             left=tuple(layer.index for layer in self.layers if layer.sliding_window is not None),

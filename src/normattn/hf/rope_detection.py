@@ -8,6 +8,7 @@ Legend: B batch, H heads, T tokens, D head dimension, P pairs of features that r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts
 from normattn.hf.probe import FULL_PRECISION, KNOWN_ARGUMENTS, ProbedLayer, rotary_buffers
+from normattn.hf.rotation_fit import RotaryLayout, fit_rotation
 from normattn.score import ScoreSpec
 from normattn.score.parts import rope_frequencies
 from normattn.score.parts.rope_scaling import PI
-from normattn.score.rotary import Rotator
 
 _SCALABLE_TYPES = ("linear", "llama3")
 Layout = Literal["once", "halves", "pairs", "complex"]
@@ -100,38 +101,30 @@ class HeadRotation:
     Attributes:
         frequencies: θ_m of the pairs that rotate, as trained (P,), in float64.
         base: the rotary base of the frequencies before any scaling; None if unknown.
-        interleaved: whether features 2m and 2m + 1 are a pair, instead of m and m + P.
-        amplitude: the model's factor of cos and sin.
+        layout: the features that rotate, and how they form pairs.
+        amplitude: the model's factor of cos and sin; 1 where a norm follows the rotation.
         head_dim: features of a head.
-        start: the first of the 2P features that rotate.
         scaled: the rope type that the frequencies were trained with, if any.
-        normed: whether queries and keys are normalised after the rotation.
-        gains: factors of the features of queries and of keys that undo the gain of such a norm, so
-            that both features of a pair have the same.
+        gains: where queries and keys are normalised after the rotation, factors of the features of
+            queries and of keys that undo the gain of the norm.
     """
 
     frequencies: Float[Tensor, " p"]
     base: float | None
-    interleaved: bool
+    layout: RotaryLayout
     amplitude: float
     head_dim: int
-    start: int = 0
     scaled: str | None = None
-    normed: bool = False
     gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
 
     def rotated(self, x: Float[Tensor, "b h t d"], side: int) -> Float[Tensor, "b h t d"]:
         """Rotate queries (side 0) or keys (1) at positions 0 … T − 1, in float64."""
-        positions = torch.arange(x.shape[2], device=x.device)
-        rotate = self.rotator(self.frequencies, self.amplitude).at(positions, torch.float64)
+        angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * self.frequencies
+        factor = torch.polar(torch.full_like(angle, self.amplitude), angle).to(x.device)
         if self.gains is None:
-            return rotate(x.double())
+            return self.layout.rotate(x, factor)
         gain = self.gains[side].to(x.device)
-        return rotate(x.double() * gain) / gain
-
-    def rotator(self, frequencies: Float[Tensor, " p"], amplitude: float) -> Rotator:
-        """A rotator of the same features by other frequencies."""
-        return Rotator(frequencies, self.interleaved, amplitude=amplitude, start=self.start)
+        return self.layout.rotate(x * gain, factor) / gain
 
 
 def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor, " p"]:
@@ -256,7 +249,7 @@ def _detect(
             "the model, so they cannot be replaced"
         )
     keys = _find_key_source(probed, layers)
-    rotation = None if keys is None else _fit_rotation(parts, probed, keys, tables)
+    rotation = None if keys is None else _find_rotation(parts, probed, keys, tables)
     if keys is None or rotation is None:
         raise InputError(
             f"{name} does not rotate the first or the last features of its queries and keys as "
@@ -277,14 +270,10 @@ def _find_key_source(probed: ProbedLayer, layers: Sequence[ProbedLayer]) -> Prob
     return probed if rotates_keys(probed) else next(sources, None)
 
 
-def _fit_rotation(
+def _find_rotation(
     parts: ModelParts, probed: ProbedLayer, keys: ProbedLayer, tables: EmbeddingTables
 ) -> HeadRotation | None:
-    """The rotation that reproduces the recorded queries and keys; None where none does.
-
-    It tries the first or the last features, half or interleaved layout, and either direction. Where
-    norms follow the rotation, it also fits their gain.
-    """
+    """The rotation by these tables of the first or the last features; None where none fits."""
     assert probed.unrotated is not None
     assert probed.doubled is not None
     assert keys.unrotated is not None
@@ -292,56 +281,21 @@ def _fit_rotation(
     size = 2 * theta.numel()
     if size > d or d != keys.unrotated.k.shape[-1]:
         return None
-    base, scaled = _find_base(parts, probed.module, theta)
     normed = not _scales_with_tables(probed.unrotated.q, probed.doubled.q)
     amplitude = 1.0 if normed else tables.amplitude
-    q, k = (probed.unrotated.q, probed.call.q), (keys.unrotated.k, keys.call.k)
-    for start in sorted({0, d - size}):
-        for interleaved in (False, True):
-            for signed in (theta, -theta):
-                rotation = HeadRotation(
-                    signed, base, interleaved, amplitude, d, start, scaled, normed
-                )
-                if normed:
-                    gains = _fit_gain(rotation, *q), _fit_gain(rotation, *k)
-                    rotation = replace(rotation, gains=gains)
-                if _reproduces(rotation, *q, side=0) and _reproduces(rotation, *k, side=1):
-                    return rotation
+    tolerance = 1e-3 if probed.call.q.dtype in FULL_PRECISION else 5e-2
+    for start, interleaved in itertools.product(sorted({0, d - size}), (False, True)):
+        layout = RotaryLayout(size, start, interleaved)
+        q = fit_rotation(probed.unrotated.q, probed.call.q, layout, theta, normed, tolerance)
+        k = fit_rotation(keys.unrotated.k, keys.call.k, layout, theta, normed, tolerance)
+        if q is None or k is None or not torch.equal(q.frequencies, k.frequencies):
+            continue
+        error = max(float((x.amplitude - amplitude).abs().max()) for x in (q, k))
+        if error <= tolerance * amplitude:
+            base, scaled = _find_base(parts, probed.module, theta)
+            gains = None if q.gain is None or k.gain is None else (q.gain, k.gain)
+            return HeadRotation(q.frequencies, base, layout, amplitude, d, scaled, gains)
     return None
-
-
-def _reproduces(rotation: HeadRotation, unrotated: Tensor, rotated: Tensor, side: int) -> bool:
-    tolerance = 1e-3 if unrotated.dtype in FULL_PRECISION else 5e-2
-    error = (rotation.rotated(unrotated, side) - rotated).abs().max()
-    return bool(error <= tolerance * rotated.abs().max())
-
-
-def _fit_gain(rotation: HeadRotation, unrotated: Tensor, rotated: Tensor) -> Float[Tensor, " d"]:
-    """Factors that undo a gain after the rotation: g_a/g_b for the second feature of a pair.
-
-    With a gain g the pair (a, b) becomes a' = a·cos − (g_a/g_b)·b·sin. The ratio is fitted by least
-    squares over tokens and heads.
-    """
-
-    count = rotation.frequencies.numel()
-
-    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x[..., rotation.start : rotation.start + 2 * count]
-        return (
-            (x[..., 0::2], x[..., 1::2])
-            if rotation.interleaved
-            else (x[..., :count], x[..., count:])
-        )
-
-    angle = torch.arange(unrotated.shape[2], dtype=torch.float64)[:, None] * rotation.frequencies
-    a, b = pair(unrotated.double().cpu())
-    rotated_a, _ = pair(rotated.double().cpu())
-    x, y = b * angle.sin(), a * angle.cos() - rotated_a
-    norm = x.square().sum((0, 1, 2))
-    ratio = torch.where(norm > 0, (x * y).sum((0, 1, 2)) / norm.clamp(min=1e-30), 1.0)
-    factors = torch.ones(unrotated.shape[-1], dtype=torch.float64)
-    pair(factors)[1].copy_(ratio)
-    return factors
 
 
 def _scales_with_tables(plain: Tensor, doubled: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
+from normattn.hf.rotation_fit import RotaryLayout, Rotation, fit_rotation
 from normattn.hf.score_parts import (
     Gating,
     Masking,
@@ -31,11 +32,8 @@ from normattn.hf.score_parts import (
 from normattn.hf.score_record import (
     Norm,
     RecordedLayer,
-    RotaryLayout,
-    Rotation,
     Unrotated,
     fit_norms,
-    fit_rotation,
     record_layers,
     unrotated_candidates,
 )
@@ -55,7 +53,7 @@ class LayerScore:
     """One attention layer: its score, or why it was not identified.
 
     `difference` is the error of `attention` with this score, as a share of the largest output.
-    `lacks` describes what no component describes, None if nothing. `beside` describes what its mask
+    `lacks` describes what no component does, None if nothing. `mask_note` describes what its mask
     does in addition to the score; pass that mask to `attention` as `attn_mask`.
     """
 
@@ -63,7 +61,7 @@ class LayerScore:
     spec: ScoreSpec | None
     difference: float | None
     lacks: str | None
-    beside: str | None = None
+    mask_note: str | None = None
 
     @property
     def verified(self) -> bool:
@@ -92,7 +90,7 @@ class ModelScore:
 
         def without_numbers(layer: LayerScore) -> tuple[ScoreSpec | None, str, str | None]:
             lacks = re.sub(r"^layer \d+|\d\.\de[+-]\d+", "", layer.lacks or "")
-            return layer.spec, lacks, layer.beside
+            return layer.spec, lacks, layer.mask_note
 
         for _, group in itertools.groupby(self.layers, without_numbers):
             layers = list(group)
@@ -102,7 +100,7 @@ class ModelScore:
             note = first.lacks or f"verified on {self.tokens} tokens, off by {difference:.0e}"
             if first.lacks is not None and len(layers) > 1:
                 note += f"; so in {len(layers)} layers"
-            note += "" if first.beside is None else f"; {first.beside}"
+            note += "" if first.mask_note is None else f"; {first.mask_note}"
             yield f"{name}: {first.spec or 'not read'} ({note})"
 
 
@@ -117,7 +115,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
 
     A model in half precision runs in float32, which doubles its memory meanwhile. Frequencies that
     `model.to()` has rounded cannot be identified: load the model with `from_pretrained(dtype=…)`.
-    If the mask depends on the text, `attention` gets the layer's own mask, and `beside` says so.
+    If the mask depends on the text, `attention` gets the layer's own mask, and `mask_note` says so.
 
     Raises `InputError` for a model that cannot be recorded at all; for a layer that cannot be
     identified, `lacks` says why.
@@ -171,7 +169,7 @@ def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
     if error > TOLERANCE:
         lacks = f"its attention differs from that of {spec} by {error:.1e} of its largest output"
     lacks = None if lacks is None else f"{name}: {lacks}"
-    return LayerScore(layer.index, spec, error, lacks, mask.beside)
+    return LayerScore(layer.index, spec, error, lacks, mask.note)
 
 
 def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
@@ -196,7 +194,7 @@ def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
                 k_rotation = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
                 if (
                     k_rotation is not None
-                    and float((q_rotation.theta - k_rotation.theta).abs().max()) < 1e-4
+                    and float((q_rotation.frequencies - k_rotation.frequencies).abs().max()) < 1e-4
                 ):
                     yield _Fit(unrotated, q_norm, k_norm, q_rotation, first)
 
@@ -225,8 +223,8 @@ def _rotary_layouts(
     if unrotated.shared_size is not None:
         first, last = [(unrotated.shared_size, d - unrotated.shared_size)], first
     for blocks in filter(None, (first, last)):
-        yield [RotaryLayout(*block, half) for block in blocks for half in (True, False)]
-        yield from ([RotaryLayout(*block, half=False, reordered=True)] for block in blocks)
+        yield [RotaryLayout(*block, paired) for block in blocks for paired in (False, True)]
+        yield from ([RotaryLayout(*block, True, reordered=True)] for block in blocks)
 
 
 def _build_spec(

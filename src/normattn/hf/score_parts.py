@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from normattn.hf.model_parts import layer_type, rope_type_of
 from normattn.hf.probe import hidden_keys
-from normattn.hf.score_record import TOLERANCE, RecordedLayer, Rotation, find_base, split_heads
+from normattn.hf.rotation_fit import TOLERANCE, Rotation, find_base
+from normattn.hf.score_record import RecordedLayer, split_heads
 from normattn.score import ScoreSpec
 from normattn.score.parts import Chunked, Gate, Part, RopeScaling, SlidingWindow
 from normattn.score.parts.qk_norm import Baseline
@@ -46,49 +48,40 @@ def fit_position(
 
     `gains` are possible factors of q and k in the rotation; empty where they cannot be measured.
     """
-    if float(rotation.theta.abs().max()) < _NO_ROTATION:
+    measured = rotation.frequencies
+    if float(measured.abs().max()) < _NO_ROTATION:
         return (NoPE(),), None
-    pairs = head_dim // 2
-    measured = torch.nn.functional.pad(rotation.theta, (0, pairs - rotation.theta.numel()))
-    for position, scaling, length in _proposals(rotation, rope, config, head_dim, gains):
-        parts: tuple[Part, ...] = (position,) if scaling is None else (position, scaling)
-        proposed = frequencies(ScoreSpec((Baseline(), *parts), length), head_dim)
-        proposed = torch.nn.functional.pad(proposed, (0, pairs - proposed.numel()))
-        error = float((measured - proposed).abs().max()) * (rotation.amplitude.numel() - 1)
-        if error < 10 * TOLERANCE:
-            return parts, length
+    scaling, scaling_length = _configured_scaling(rope, config, gains)
+    for base in filter(None, (rope.get("rope_theta"), find_base(measured.abs()))):
+        position = _position(rotation, rope, config, head_dim, _round_number(float(base)))
+        for part, length in ((scaling, scaling_length), (None, None)):
+            parts: tuple[Part, ...] = (position,) if part is None else (position, part)
+            proposed = frequencies(ScoreSpec((Baseline(), *parts), length), head_dim)
+            both = pad_sequence([measured, proposed])  # pairs that do not rotate have θ = 0
+            error = float((both[:, 0] - both[:, 1]).abs().max()) * (rotation.amplitude.numel() - 1)
+            if error < 10 * TOLERANCE:
+                return parts, length
     return None
 
 
-def _proposals(
-    rotation: Rotation,
-    rope: Mapping[str, Any],
-    config: Any,
-    head_dim: int,
-    gains: tuple[float, ...],
-) -> Iterator[tuple[RotaryPosition, RopeScaling | None, int | None]]:
-    """Proposals from the configuration's base, then from the base of the measured frequencies."""
-    size = 2 * rotation.theta.numel()
+def _position(
+    rotation: Rotation, rope: Mapping[str, Any], config: Any, head_dim: int, base: float
+) -> RotaryPosition:
+    """The rotary position of this base, with the measured layout."""
+    layout = rotation.layout
+    pairs: Any = "interleaved" if layout.interleaved else "half"
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
-    backward = float(rotation.theta[0]) < 0
-    bases = (rope.get("rope_theta"), find_base(-rotation.theta if backward else rotation.theta))
-    for base in filter(None, bases):
-        fields: dict[str, Any] = {"base": _round_number(float(base))}
-        fields["layout"] = "interleaved" if rotation.interleaved else "half"
-        position: RotaryPosition
-        if rope_type_of(rope) == "proportional" and share:
-            yield PRoPE(**fields, fraction=share), *_scaling(rope, config, gains)
-            continue
-        if size == head_dim:
-            position = RoPE(**fields, direction="backward" if backward else "forward")
-        else:
-            fields["fraction"] = _fraction(size, head_dim)
-            position = PartialRoPE(**fields, side="last" if rotation.start else "first")
-        yield position, *_scaling(rope, config, gains)
-        yield position, None, None
+    if rope_type_of(rope) == "proportional" and share:
+        return PRoPE(base=base, layout=pairs, fraction=share)
+    if layout.size == head_dim:
+        backward = float(rotation.frequencies[0]) < 0
+        return RoPE(base=base, layout=pairs, direction="backward" if backward else "forward")
+    side: Any = "last" if layout.start else "first"
+    fraction = _fraction(layout.size, head_dim)
+    return PartialRoPE(base=base, layout=pairs, fraction=fraction, side=side)
 
 
-def _scaling(
+def _configured_scaling(
     rope: Mapping[str, Any], config: Any, gains: tuple[float, ...]
 ) -> tuple[RopeScaling | None, int | None]:
     """The rope scaling of rope parameters, and its training length.
@@ -157,27 +150,6 @@ def fit_temperature(
     return () if part is None else (part,)
 
 
-def _window_part(
-    visible: Bool[Tensor, "t t"], configured: SlidingWindow | Chunked | None
-) -> SlidingWindow | Chunked | None:
-    """The part that hides the same keys as a causal mask; None where no part does.
-
-    A window longer than the text is not visible in the mask, so it comes from the configuration.
-    """
-    positions = torch.arange(len(visible))
-    distance = positions[:, None] - positions
-    causal = distance >= 0
-    if torch.equal(visible, causal):
-        return configured
-    window = int(torch.where(visible, distance, 0).max()) + 1
-    if torch.equal(visible, causal & (distance < window)):
-        return SlidingWindow(window=window)
-    for size in range(2, len(visible)):
-        if torch.equal(visible, causal & (distance <= positions[:, None] % size)):
-            return Chunked(size=size)
-    return None
-
-
 @dataclass(frozen=True)
 class Gating:
     """The output gate's part and its logits (B, T, …); `lacks` says what is not identified."""
@@ -217,14 +189,14 @@ def read_gate(layer: RecordedLayer) -> Gating:
 class Masking:
     """The part that hides keys, None for none, and the layer's own mask where it does more.
 
-    `causal`: no query sees a later key. `operand` (B, H or 1, T, S) is the layer's own mask,
-    `beside` describes it, and `lacks` says what is not identified.
+    `causal`: no query sees a later key. `operand` (B, H or 1, T, S) is the layer's own mask, `note`
+    describes it, and `lacks` says what is not identified.
     """
 
     part: SlidingWindow | Chunked | None = None
     causal: bool = True
     operand: Tensor | None = None
-    beside: str | None = None
+    note: str | None = None
     lacks: str | None = None
 
 
@@ -236,43 +208,53 @@ def read_mask(layer: RecordedLayer, config: Any) -> Masking:
     if mask is None:
         return Masking(causal=False, lacks=few)
     hidden = hidden_keys(mask)
-    same = bool((hidden == hidden[:1, :1]).all())  # in every text and head
+    added = mask.masked_fill(hidden, 0.0)
     causal = not bool((~hidden[0, 0]).triu(1).any())
-    added = 0.0
-    if mask.dtype != torch.bool:
-        added = float(mask.masked_fill(hidden, 0.0).abs().max())
-    part = _hiding_part(layer, config, hidden, same) if causal else None
-    if same and not added:
+    same = bool((hidden == hidden[:1, :1]).all())  # in every text and head
+    part = _hiding_part(layer, config, ~hidden, same) if causal else None
+    if same and not added.any():
         return Masking(part, causal, lacks=few)
-    hiding_varies, adding_varies = bool((hidden != hidden[:1]).any()), False
-    if mask.dtype != torch.bool:
-        both = ~hidden & ~hidden[:1]
-        largest, change = (torch.where(both, x, 0.0).abs().max() for x in (mask, mask - mask[:1]))
-        adding_varies = bool(change > _ROUNDING * largest)
-    beside: str | None = "its mask depends on the text (attn_mask)"
-    lacks: str | None = None
+    both = ~hidden & ~hidden[:1]
+    change = torch.where(both, added - added[:1], 0.0).abs().max()
+    adding_varies = bool(change > _ROUNDING * torch.where(both, added, 0.0).abs().max())
+    hiding_varies = bool((hidden != hidden[:1]).any())
+    note = lacks = None
     if not hiding_varies and (indexed or not adding_varies):
-        beside = None
         lacks = few or "its mask does the same in every text, which no component describes"
     elif indexed and not adding_varies:
-        beside = "an indexer chooses the keys of each query (attn_mask)"
-    if added and not adding_varies:
-        lacks = f"its mask adds up to {added:.2g} to a score, which no component describes"
-    return Masking(part, causal, mask.cpu(), beside, lacks)
+        note = "an indexer chooses the keys of each query (attn_mask)"
+    else:
+        note = "its mask depends on the text (attn_mask)"
+    if added.any() and not adding_varies:
+        largest = float(added.abs().max())
+        lacks = f"its mask adds up to {largest:.2g} to a score, which no component describes"
+    return Masking(part, causal, mask.cpu(), note, lacks)
 
 
 def _hiding_part(
-    layer: RecordedLayer, config: Any, hidden: Bool[Tensor, "b h t s"], same: bool
+    layer: RecordedLayer, config: Any, visible: Bool[Tensor, "b h t t"], same: bool
 ) -> SlidingWindow | Chunked | None:
-    """The part for a causal mask; `same`: it hides the same keys in every text and head."""
+    """The part that hides the same keys as a causal mask; None where no part does.
+
+    A window longer than the text comes from the configuration, and so does one of a mask that hides
+    more by the text or by the head (not `same`).
+    """
     configured = _configured_window(layer, config)
-    if same:
-        return _window_part(~hidden[0, 0].cpu(), configured)
-    if not isinstance(configured, SlidingWindow) or not configured.window:
-        return None
-    keys = torch.arange(hidden.shape[3], device=hidden.device)
-    beyond = keys[-hidden.shape[2] :, None] - keys >= configured.window
-    return None if (~hidden & beyond).any() else configured
+    positions = torch.arange(visible.shape[-1], device=visible.device)
+    distance = positions[:, None] - positions
+    if not same:
+        windowed = isinstance(configured, SlidingWindow) and configured.window
+        return configured if windowed and not visible[..., distance >= windowed].any() else None
+    shown, causal = visible[0, 0], distance >= 0
+    window = int(torch.where(shown, distance, 0).max()) + 1
+    if torch.equal(shown, causal):
+        return configured
+    if torch.equal(shown, causal & (distance < window)):
+        return SlidingWindow(window=window)
+    if isinstance(configured, Chunked) and configured.size:
+        chunk = positions // configured.size
+        return configured if torch.equal(shown, causal & (chunk[:, None] == chunk)) else None
+    return None
 
 
 def _configured_window(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:

@@ -11,7 +11,6 @@ rotated pairs.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.model_parts import explained
 from normattn.hf.probe import AttentionCall, hide_unselected, run_recorded
+from normattn.hf.rotation_fit import TOLERANCE
 
 _BATCH = 4
 HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -68,6 +68,8 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
         if mask is not None:
             mask = mask if indices is None else hide_unselected(mask, indices)
             mask = mask[..., : call.k.shape[2]].expand(len(call.q), -1, call.q.shape[2], -1)
+            if mask.dtype == torch.bool:
+                mask = torch.where(mask, 0.0, torch.finfo(call.q.dtype).min)
         index = int(getattr(call.module, "layer_idx", len(layers)))
         layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
 
@@ -133,10 +135,6 @@ def _record_projections(
         yield runs
 
 
-TOLERANCE = 2e-4
-"""The tolerance of a fit in float32, as a share of the largest number."""
-
-
 @dataclass(frozen=True)
 class Norm:
     """N(x) = (x − mean)/√(var + eps)·gain + bias, across one head or all; kind "" is x·gain."""
@@ -187,88 +185,6 @@ def fit_norms(
             continue
         if float((x * gain + bias - first).abs().max()) <= TOLERANCE * float(first.abs().max()):
             yield Norm(kind, across, epsilon, gain, bias)
-
-
-@dataclass(frozen=True)
-class RotaryLayout:
-    """The `size` features from `start` on that rotate, and how they form pairs.
-
-    `half`: pairs are (m, m + P) instead of (2m, 2m + 1). `reordered`: the rotation also moves the
-    pairs (2m, 2m + 1) to (m, m + P), as in DeepSeek.
-    """
-
-    size: int
-    start: int
-    half: bool
-    reordered: bool = False
-
-    def restored(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """x with its features in the order before the rotation."""
-        if not self.reordered:
-            return x
-        end = self.start + self.size
-        first, second = x[..., self.start : end].chunk(2, -1)
-        pairs = torch.stack((first, second), -1).flatten(-2)
-        return torch.cat((x[..., : self.start], pairs, x[..., end:]), -1)
-
-    def pairs(self, x: Tensor) -> Tensor:
-        """The rotated pairs as complex numbers."""
-        x = x[..., self.start : self.start + self.size].double()
-        return torch.complex(*(x.chunk(2, -1) if self.half else (x[..., 0::2], x[..., 1::2])))
-
-    def fixed(self, x: Tensor) -> Tensor:
-        """The features that do not rotate."""
-        return torch.cat((x[..., : self.start], x[..., self.start + self.size :]), -1).double()
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """θ of each pair of 2·P features from `start` on, and the factor of each position."""
-
-    theta: Float[Tensor, " p"]
-    amplitude: Float[Tensor, " t"]
-    interleaved: bool
-    start: int = 0
-
-
-def fit_rotation(
-    unrotated: Float[Tensor, "b h t d"], rotated: Float[Tensor, "b h t d"], layout: RotaryLayout
-) -> Rotation | None:
-    """The rotation of this layout that maps `unrotated` to `rotated`; None where none does.
-
-    θ with ratio_p ∝ e^{iθp} is refined from position to position.
-    """
-    z, w = layout.pairs(unrotated), layout.pairs(rotated)
-    ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
-    amplitude = ratio.abs().mean(-1)
-    errors = [(w - ratio * z).abs().max()]
-    if layout.size < unrotated.shape[-1]:
-        fixed = layout.fixed(unrotated) * amplitude[:, None]
-        errors.append((fixed - layout.fixed(rotated)).abs().max())
-    if float(max(errors)) > TOLERANCE * float(rotated.abs().max()):
-        return None
-    spread = (ratio.abs() - amplitude[:, None]).abs().max()
-    if spread > 2 * TOLERANCE * amplitude.max():
-        return None
-    theta = ratio[1].angle()
-    for position in range(2, ratio.shape[0]):
-        theta = theta + (ratio[position] * torch.exp(-1j * theta * position)).angle() / position
-    positions = torch.arange(ratio.shape[0], dtype=torch.float64)[:, None]
-    error = (ratio * torch.exp(-1j * theta * positions)).angle().abs().max()
-    if not float(error) < 10 * TOLERANCE:
-        return None
-    return Rotation(theta, amplitude, not layout.half, layout.start)
-
-
-def find_base(theta: Float[Tensor, " p"]) -> float | None:
-    """The base b with θ_m = b^(−m/P); None where there is none."""
-    pairs = theta.numel()
-    if pairs < 2 or abs(float(theta[0] - 1)) > TOLERANCE or float(theta.min()) <= 0:
-        return None
-    half = max(1, pairs // 2)
-    base = math.exp(-math.log(float(theta[half])) * pairs / half)
-    error = (theta - base ** -(torch.arange(pairs, dtype=torch.float64) / pairs)).abs().max()
-    return base if base > 1 and float(error) < TOLERANCE / 10 else None
 
 
 @dataclass(frozen=True)
