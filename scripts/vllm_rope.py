@@ -37,7 +37,7 @@ from normattn.errors import InputError
 from normattn.hf.engines import Deployment, emit
 from normattn.hf.model_parts import layer_type, leaf_mappings
 from normattn.hf.plan import plan
-from normattn.hf.rope_detection import method_frequencies, method_gain
+from normattn.hf.rotations import method_frequencies, method_gain
 
 ROPE = "vllm.model_executor.layers.rotary_embedding"
 FAMILIES = (

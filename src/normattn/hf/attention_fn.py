@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.masks import MaskedPositions, masked_positions
-from normattn.hf.probe import KNOWN_ARGUMENTS, hide_unselected
-from normattn.hf.rope_detection import HeadRotation, Layer
+from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, hide_unselected
+from normattn.hf.rotations import HeadRotation
 from normattn.kernels import AttentionInputs, attend
 from normattn.layers.cache import Room
 from normattn.layers.checks import AttentionArguments

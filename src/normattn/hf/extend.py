@@ -10,7 +10,7 @@ that has no effect or breaks the model raises an error.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,15 +32,14 @@ from normattn.hf.native import save_with_method
 from normattn.hf.plan import HANDLE, Plan, plan, replaces_attention, rotates_inside
 from normattn.hf.probe import (
     ATTENTION_FIELD,
-    FULL_PRECISION,
     PROBE_TOKENS,
     AttentionCall,
+    Layer,
     attention_implementation,
     recorded_implementation,
     replay,
     rotary_buffers,
 )
-from normattn.hf.rope_detection import Layer, method_frequencies
 from normattn.hf.rope_override import (
     layer_hook,
     override_buffers,
@@ -48,6 +47,7 @@ from normattn.hf.rope_override import (
     refuse_images,
     spectrum_of,
 )
+from normattn.hf.rotations import FULL_PRECISION, method_frequencies
 from normattn.score import ScoreSpec
 
 _EXTENSION_NUMBERS = itertools.count()
@@ -313,13 +313,12 @@ def check_extension(plan: Plan) -> None:
     """
     name, spec = plan.parts.name, plan.spec
     cannot = f"{name} cannot be extended by {spec.method}"
-    by_module = {layer.module: layer for layer in plan.layers}
     with explained(cannot, "since its forward then fails"):
-        calls, cache = replay(plan.parts, by_module)
+        calls, cache = replay(plan.parts, plan.layers)
     rows = unchanged_rows(spec)
     for layer in plan.layers:
         replayed = calls.get(layer.module)
-        if replayed is None or not _has_expected_inputs(replayed[0], layer, spec, by_module):
+        if replayed is None or not _has_expected_inputs(replayed[0], layer, spec):
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) does not get the "
                 f"positions that {spec.method} defines, so it cannot be extended by it"
@@ -346,17 +345,15 @@ def unchanged_rows(spec: ScoreSpec) -> int:
     return max(2, min(x for x in (PROBE_TOKENS, window, chunk, spec.train_length) if x is not None))
 
 
-def _has_expected_inputs(
-    call: AttentionCall, layer: Layer, spec: ScoreSpec, layers: Mapping[nn.Module, Layer]
-) -> bool:
+def _has_expected_inputs(call: AttentionCall, layer: Layer, spec: ScoreSpec) -> bool:
     """Whether a layer passes to its attention the queries and keys that the method defines."""
     expected = layer.call.q, layer.call.k
-    source = layer if layer.key_source is None else layers[layer.key_source]
     changed = rotates_inside(spec) or spec.rope_scaling is not None
-    if changed and layer.rotation is not None and layer.table_format is not None:
-        if layer.unrotated is None or source.unrotated is None:
-            return False
-        expected = layer.unrotated.q, source.unrotated.k
+    if changed and layer.rotation is not None:
+        assert layer.unrotated is not None
+        assert layer.key_source is not None
+        assert layer.key_source.unrotated is not None
+        expected = layer.unrotated.q, layer.key_source.unrotated.k
         if not rotates_inside(spec):
             theta = method_frequencies(spec, layer.rotation)
             amplitude = 1.0 if layer.rotation.gains else layer.spectrum(spec)[1]

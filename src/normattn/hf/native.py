@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, layer_type
-from normattn.hf.probe import rotary_buffers
-from normattn.hf.rope_detection import HeadRotation, Layer, read_tables
+from normattn.hf.probe import Layer, rotary_buffers
+from normattn.hf.rotations import HeadRotation, read_tables
 from normattn.io import write_json
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN

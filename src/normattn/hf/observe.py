@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.attention_fn import LAYER_ATTRIBUTE, match_autocast
-from normattn.hf.probe import FULL_PRECISION, AttentionFunction, hidden_keys, recording
+from normattn.hf.probe import AttentionFunction, hidden_keys, recording
+from normattn.hf.rotations import FULL_PRECISION
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.stats import AttentionStatistics, announce_layer, observers, observing
 from normattn.score import Positions

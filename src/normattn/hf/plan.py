@@ -14,8 +14,8 @@ from normattn.hf.model_parts import (
     refuse_length_dependent,
 )
 from normattn.hf.native import refuse_applied
-from normattn.hf.probe import probe
-from normattn.hf.rope_detection import Layer, detect_layers, has_rotary_module
+from normattn.hf.probe import Layer, probe
+from normattn.hf.rope_detection import detect_layers, has_rotary_module
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
 from normattn.score.parts.rope_scaling import PI
@@ -147,7 +147,9 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     spec, source = _resolve_method(parts, method, train_length, parameters)
     if not has_rotary_module(parts.model):
         raise InputError(f"{parts.name} is not a rotary model")
-    planned = Plan(parts, detect_layers(parts, probe(parts)), spec, source)
+    layers = probe(parts)
+    detect_layers(parts, layers)
+    planned = Plan(parts, tuple(layers), spec, source)
     _refuse_unsupported(planned)
     return planned
 

@@ -10,10 +10,10 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, explained
+from normattn.hf.rotations import (
+    EmbeddingTables,
+    HeadRotation,
+    Spectrum,
+    method_frequencies,
+    method_gain,
+)
 from normattn.models.utils import without_dropout
+from normattn.score import ScoreSpec
 
 PROBE_TOKENS = 9
 """The number of tokens in a probe."""
@@ -40,17 +48,16 @@ Layers also pass on arguments of the model's caller (`num_items_in_batch` of the
 POSITION_EMBEDDINGS = "position_embeddings"
 ATTENTION_FIELD = "_attn_implementation_internal"
 PREFIX = "normattn"
-FULL_PRECISION = (torch.float32, torch.float64, torch.complex64)
-"""Types whose values are compared with a tight tolerance."""
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 Recorder = Callable[..., tuple[Tensor, Any]]
 """Called instead of an attention function, with that function as the first argument."""
-MaskRecorder = Callable[[Tensor, int], None]
-"""Called with each new mask and its window in tokens, 0 for none."""
+Masks = dict[int, tuple[int, Tensor]]
+"""By its address in memory, the window of each mask in tokens, 0 for none, and the mask itself.
 
-_RECORDER: ContextVar[tuple[Recorder, MaskRecorder | None] | None] = ContextVar(
-    "recorder", default=None
-)
+Layers pass on views of a mask. It is kept alive, so that its address stays its own.
+"""
+
+_RECORDING: ContextVar[tuple[Recorder, Masks] | None] = ContextVar("recording", default=None)
 _IMPLEMENTATIONS: dict[str, str] = {}
 """The implementation that each recording one computes with."""
 
@@ -59,30 +66,30 @@ _IMPLEMENTATIONS: dict[str, str] = {}
 def recording(
     model: nn.Module,
     recorder: Recorder,
-    mask_recorder: MaskRecorder | None = None,
     keep_implementation: bool = False,
-) -> Iterator[None]:
-    """Pass every attention call in `model` to `recorder` while inside.
+) -> Iterator[Masks]:
+    """Pass every attention call in `model` to `recorder` while inside; yields the recorded masks.
 
     Layers compute by their family's `eager_attention_forward`, and each gets a mask. Extended
     layers keep their own implementation, and so do all with `keep_implementation`. A compiled model
     runs uncompiled.
     """
+    masks: Masks = {}
     configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     configs = [config for config in configs if hasattr(config, ATTENTION_FIELD)]
     distinct = {id(x): x for config in configs for x in (config, config.get_text_config())}
     saved = [(config, getattr(config, ATTENTION_FIELD)) for config in distinct.values()]
-    token = _RECORDER.set((recorder, mask_recorder))
+    token = _RECORDING.set((recorder, masks))
     try:
         for config, name in saved:
             setattr(config, ATTENTION_FIELD, _register(str(name or "eager"), keep_implementation))
         compiled = "torch._dynamo" in sys.modules
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
+            yield masks
     finally:
         for config, name in saved:
             setattr(config, ATTENTION_FIELD, name)
-        _RECORDER.reset(token)
+        _RECORDING.reset(token)
 
 
 def recorded_implementation(name: str) -> str:
@@ -114,10 +121,10 @@ def _recorded_attention(
     function = attention_implementation(name, module)
     if not keep and kwargs.get("indices") is not None:
         function = partial(_attend_selected, function)
-    recorder = _RECORDER.get()
-    if recorder is None:  # another thread recomputes activations
+    active = _RECORDING.get()
+    if active is None:  # another thread recomputes activations
         return function(module, *args, **kwargs)
-    return recorder[0](function, module, *args, **kwargs)
+    return active[0](function, module, *args, **kwargs)
 
 
 def attention_implementation(name: str, module: nn.Module) -> AttentionFunction:
@@ -162,13 +169,13 @@ def hidden_keys(mask: Tensor) -> Tensor:
 
 
 def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
-    """Eager attention's mask, never skipped, and passed to the recorder."""
+    """Eager attention's mask, never skipped, and recorded."""
     from transformers.masking_utils import eager_mask
 
     mask = eager_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-    recorder = _RECORDER.get()
-    if isinstance(mask, Tensor) and recorder is not None and recorder[1] is not None:
-        recorder[1](mask, int(kwargs.get("local_size") or 0))
+    active = _RECORDING.get()
+    if isinstance(mask, Tensor) and active is not None:
+        active[1][mask.data_ptr()] = int(kwargs.get("local_size") or 0), mask
     return mask
 
 
@@ -199,7 +206,6 @@ class AttentionCall:
 def run_recorded(
     model: Any,
     on_call: Callable[[AttentionCall], Tensor | None],
-    on_mask: MaskRecorder | None = None,
     **inputs: Any,
 ) -> Any:
     """Run the model in evaluation mode, and pass every attention call to `on_call`.
@@ -217,64 +223,103 @@ def run_recorded(
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         out, weights = function(module, q, k, v, attention_mask, **kwargs)
-        replacement = on_call(AttentionCall(module, q, k, v, attention_mask, kwargs, out))
+        window = None
+        if attention_mask is not None and attention_mask.data_ptr() in masks:
+            window = masks[attention_mask.data_ptr()][0]
+        replacement = on_call(AttentionCall(module, q, k, v, attention_mask, kwargs, out, window))
         return (out if replacement is None else replacement), weights
 
-    with torch.no_grad(), without_dropout(model), recording(model, attend, on_mask):
+    with torch.no_grad(), without_dropout(model), recording(model, attend) as masks:
         return model(**inputs)
 
 
 @dataclass(eq=False)
-class ProbedLayer:
-    """The record of one layer: its attention calls, also with other position embeddings.
+class Layer:
+    """The record of one attention layer, and its rotation, which `rope_detection` detects.
 
-    `calls` are those of `module` in one forward. `argument` is the name or index of its argument
-    for position embeddings (None if it has none), `tables` are these embeddings, and `rotary` is
-    the module and layer type that they come from. `unrotated` and `doubled` are its call with
-    embeddings that rotate nothing, and with those times 2.
+    Attributes:
+        module: the attention layer.
+        index: its number.
+        calls: its attention calls in one forward.
+        argument: the name or index of its argument for position embeddings; None if it has none.
+        tables: these embeddings.
+        has_position_ids: whether it also gets the tokens' position ids.
+        rotary: the module and layer type that the embeddings come from.
+        unrotated, doubled: its call with embeddings that rotate nothing, and with those times 2.
+        rotation: None without rotary positions and within a window.
+        table_format: the format of its position embeddings.
+        key_source: the layer whose keys it reads, if not its own.
     """
 
     module: nn.Module
-    calls: list[AttentionCall]
+    index: int
+    calls: list[AttentionCall] = field(default_factory=list)
     argument: str | int | None = None
     tables: Any = None
     has_position_ids: bool = False
     rotary: tuple[nn.Module, str] | None = None
     unrotated: AttentionCall | None = None
     doubled: AttentionCall | None = None
+    rotation: HeadRotation | None = None
+    table_format: EmbeddingTables | None = None
+    key_source: Layer | None = None
 
     @property
     def call(self) -> AttentionCall:
         """Its first call."""
         return self.calls[0]
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Its sliding window in tokens, or None."""
+        return self.call.sliding_window
+
+    def spectrum(self, spec: ScoreSpec) -> Spectrum:
+        """Its frequencies under a method, and the factor of cos and sin."""
+        assert self.rotation is not None
+        assert self.table_format is not None
+        theta = method_frequencies(spec, self.rotation)
+        return theta.abs(), self.table_format.amplitude * method_gain(spec)
+
+    @property
+    def selects(self) -> bool:
+        """Whether it selects keys by an indexer or by its own mask."""
+        return self.call.kwargs.get("indices") is not None or self.call.mask_window is None
+
+    @property
+    def unsupported(self) -> list[str]:
+        """Arguments that the layer passes to its attention and normattn does not support."""
+        kwargs = self.call.kwargs
+        used = [name for name, x in kwargs.items() if x is not None and x is not False]
+        names = [name for name in used if name not in KNOWN_ARGUMENTS and name != "indices"]
+        # As in transformers, the layer's attribute is the default of the argument.
+        causal = kwargs.get("is_causal")
+        causal = getattr(self.module, "is_causal", True) if causal is None else causal
+        return [*names, *(["is_causal=False"] if causal is False else [])]
+
 
 class _Probe:
     """Records a forward, and runs each layer again with other position embeddings.
 
-    Masks and tables are recognised by their address in memory, so they are kept alive.
+    Tables are recognised by their address in memory, so they are kept alive.
     """
 
-    def __init__(self) -> None:
-        self.layers: dict[nn.Module, ProbedLayer] = {}
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self.layers: dict[nn.Module, Layer] = {}
+        self._modules = modules
         self._rerun: set[nn.Module] = set()
-        self._windows: dict[int, int] = {}
         self._rotary: dict[int, tuple[nn.Module, str]] = {}
         self._alive: list[Tensor] = []
         self._rerun_calls: list[AttentionCall] | None = None
 
-    def record_mask(self, mask: Tensor, window: int) -> None:
-        self._alive.append(mask)
-        self._windows[mask.data_ptr()] = window
-
     def record_call(self, call: AttentionCall) -> None:
         """Record a call, separately while a layer runs again."""
-        if call.mask is not None:
-            call.mask_window = self._windows.get(call.mask.data_ptr())
         if self._rerun_calls is not None:
             self._rerun_calls.append(call)
-        else:
-            self.layers.setdefault(call.module, ProbedLayer(call.module, [])).calls.append(call)
+        elif call.module in self._modules:
+            index = getattr(call.module, "layer_idx", None)
+            index = index if isinstance(index, int) else len(self.layers)
+            self.layers.setdefault(call.module, Layer(call.module, index)).calls.append(call)
 
     def record_tables(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: Any
@@ -321,29 +366,25 @@ class _Probe:
         call_with(own_tables)
 
 
-def probe(parts: ModelParts) -> dict[nn.Module, ProbedLayer]:
+def probe(parts: ModelParts) -> list[Layer]:
     """Record each attention layer of the decoder in one forward, in the order of their calls.
 
     Raises `InputError` where the forward fails.
     """
-    recorder = _Probe()
-    hooks = []
-    for module in parts.decoder.modules():
-        hook = recorder.record_tables if rotary_buffers(module) else recorder.rerun_layer
-        hooks.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
+    modules = list(parts.decoder.modules())
+    recorder = _Probe(frozenset(modules))
+    with ExitStack() as hooks:
+        for module in modules:
+            hook = recorder.record_tables if rotary_buffers(module) else recorder.rerun_layer
+            hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         inputs = {"input_ids": probe_tokens(parts), "use_cache": False}
         with explained(parts.name, "cannot be probed: its forward fails while it is recorded"):
-            run_recorded(parts.model, recorder.record_call, recorder.record_mask, **inputs)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    modules = set(parts.decoder.modules())
-    return {module: layer for module, layer in recorder.layers.items() if module in modules}
+            run_recorded(parts.model, recorder.record_call, **inputs)
+    return list(recorder.layers.values())
 
 
 def replay(
-    parts: ModelParts, probed: Mapping[nn.Module, ProbedLayer], start: int | None = None
+    parts: ModelParts, layers: Iterable[Layer], start: int | None = None
 ) -> tuple[dict[nn.Module, list[AttentionCall]], Any]:
     """Run the probe's tokens again, each layer on its recorded input; return calls and cache.
 
@@ -351,6 +392,7 @@ def replay(
     ones. `start` is the position of the first token; None passes no position_ids.
     """
     calls: dict[nn.Module, list[AttentionCall]] = {}
+    probed = {layer.module: layer.calls for layer in layers}
     ids, kwargs = probe_tokens(parts), dict[str, Any]()
     if start is not None:
         kwargs["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
@@ -358,8 +400,8 @@ def replay(
     def record(call: AttentionCall) -> Tensor | None:
         recorded = calls.setdefault(call.module, [])
         recorded.append(call)
-        probed_calls = probed[call.module].calls if call.module in probed else []
-        return probed_calls[len(recorded) - 1].out if len(recorded) <= len(probed_calls) else None
+        before = probed.get(call.module, [])
+        return before[len(recorded) - 1].out if len(recorded) <= len(before) else None
 
     output = run_recorded(parts.model, record, input_ids=ids, use_cache=start is None, **kwargs)
     return calls, getattr(output, "past_key_values", None)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.attention_fn import ForwardMemory
-from normattn.hf.probe import find_tables, identity_tables, replace_argument, rotary_buffers
-from normattn.hf.rope_detection import Layer, Spectrum
+from normattn.hf.probe import Layer, find_tables, identity_tables, replace_argument, rotary_buffers
+from normattn.hf.rotations import Spectrum
 from normattn.score import ScoreSpec
 
 Undo = Callable[[], object]

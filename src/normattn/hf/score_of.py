@@ -20,7 +20,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
-from normattn.hf.rotation_fit import RotaryLayout, Rotation, fit_rotation
+from normattn.hf.rotations import RotaryLayout, Rotation, fit_rotation
 from normattn.hf.score_parts import (
     Gating,
     Masking,

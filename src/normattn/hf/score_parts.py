@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from normattn.hf.model_parts import layer_type, rope_type_of
 from normattn.hf.probe import hidden_keys
-from normattn.hf.rotation_fit import TOLERANCE, Rotation, find_base
+from normattn.hf.rotations import TOLERANCE, Rotation, find_base
 from normattn.hf.score_record import RecordedLayer, split_heads
 from normattn.score import ScoreSpec
 from normattn.score.parts import Chunked, Gate, Part, RopeScaling, SlidingWindow

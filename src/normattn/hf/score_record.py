@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.model_parts import explained
 from normattn.hf.probe import AttentionCall, hide_unselected, run_recorded
-from normattn.hf.rotation_fit import TOLERANCE
+from normattn.hf.rotations import TOLERANCE
 
 _BATCH = 4
 HALF_PRECISION = (torch.bfloat16, torch.float16)

@@ -19,8 +19,9 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.load import refuse_infinite_frequencies
 from normattn.hf.model_parts import ModelParts, explained, model_parts
-from normattn.hf.probe import PROBE_TOKENS, AttentionCall, ProbedLayer, probe, replay
-from normattn.hf.rope_detection import Spectrum, read_tables, spectra_of
+from normattn.hf.probe import PROBE_TOKENS, AttentionCall, Layer, probe, replay
+from normattn.hf.rope_detection import spectra_of
+from normattn.hf.rotations import Spectrum, read_tables
 
 _RANK = 16
 """The smallest rank of latent vectors in a small model; others are multiples of it."""
@@ -173,11 +174,9 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
 
     def read(length: int, calls: dict[Any, list[AttentionCall]]) -> dict[int, LayerValues]:
         layers = {}
-        for number, layer in enumerate(probed.values()):
-            index = getattr(layer.module, "layer_idx", None)
+        for layer in probed:
             call = calls.get(layer.module, layer.calls)[0]
-            values = _layer_values(parts, layer, call, length)
-            layers[index if isinstance(index, int) else number] = values
+            layers[layer.index] = _layer_values(parts, layer, call, length)
         return layers
 
     positions = {SHORT: read(SHORT, {})}
@@ -191,9 +190,7 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
     return positions
 
 
-def _layer_values(
-    parts: ModelParts, layer: ProbedLayer, call: AttentionCall, length: int
-) -> LayerValues:
+def _layer_values(parts: ModelParts, layer: Layer, call: AttentionCall, length: int) -> LayerValues:
     frequencies, amplitude = _spectrum(parts, layer, length) or (None, 1.0)
     short_amplitude = (_spectrum(parts, layer, SHORT) or (None, 1.0))[1]
     scale = float(call.q.norm() / layer.call.q.norm()) * float(call.kwargs.get("scaling") or 1)
@@ -202,7 +199,7 @@ def _layer_values(
     return LayerValues(frequencies, amplitude, scale, layer.call.sliding_window)
 
 
-def _spectrum(parts: ModelParts, layer: ProbedLayer, length: int) -> Spectrum | None:
+def _spectrum(parts: ModelParts, layer: Layer, length: int) -> Spectrum | None:
     """The frequencies and amplitude of a layer's tables at a length; None without RoPE."""
     if layer.unrotated is None or torch.equal(layer.unrotated.q, layer.call.q):
         return None
