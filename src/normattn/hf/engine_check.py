@@ -54,12 +54,12 @@ class Verdict:
     """The result of `verify`.
 
     Attributes:
-        meant: the intended method in words.
+        intended: the method in words.
         differences: what is not as intended, a sentence each; empty where all is equal.
         mistakes: common mistakes in the settings, a sentence each.
     """
 
-    meant: str
+    intended: str
     differences: tuple[str, ...]
     mistakes: tuple[str, ...]
 
@@ -70,7 +70,7 @@ class Verdict:
 
     def __str__(self) -> str:
         head = "as intended" if self.equal else "not as intended"
-        return "\n".join([f"{head}: {self.meant}", *self.differences, *self.mistakes])
+        return "\n".join([f"{head}: {self.intended}", *self.differences, *self.mistakes])
 
 
 def verify(
@@ -361,17 +361,17 @@ def _ignored_factors(settings: EngineSettings, rope: Mapping[str, Any]) -> Itera
 def _original_length_mistakes(
     intended: _Intention, settings: EngineSettings, rope: Mapping[str, Any]
 ) -> Iterator[str]:
-    rope_type, engine, source = rope_type_of(rope), settings.engine, _ORIGINAL
-    name = {"yarn": "YaRN"}.get(rope_type, rope_type)
+    rope_type, source = rope_type_of(rope), _ORIGINAL
+    name = "YaRN" if rope_type == "yarn" else rope_type
     length = rope.get(source)
     if length is None:
         source = "max_position_embeddings"
         length = decoder_fields(settings.raw).get(source) or 0
-        unknown = "transformers, SGLang and llama.cpp take"
-        takes = unknown if engine == "hf" else f"{ENGINE_NAMES[engine]} takes"
-        consequence = f"{takes} the longest length, {int(length):,}, for it"
-        consequence += ", and vLLM does not start" if engine == "hf" else ""
-        consequence = "vLLM does not start" if engine == "vllm" else consequence
+        used = f"the longest length, {int(length):,}, for it"
+        consequence = {
+            "hf": f"transformers, SGLang and llama.cpp take {used}, and vLLM does not start",
+            "vllm": "vLLM does not start",
+        }.get(settings.engine, f"{ENGINE_NAMES[settings.engine]} takes {used}")
         factor = _format_number(rope.get("factor"))
         yield f"{name}'s factor {factor} is given without {_ORIGINAL}: {consequence}"
     if intended.train_length is not None and length > intended.train_length:

@@ -84,12 +84,12 @@ def extend(
     planned = plan(model, method, train_length, **parameters)
     try:
         return _extend_checked(planned, by_hooks=False)
-    except InputError:
+    except InputError as error:
         # Some families compute tables from more than the frequency buffers of their modules.
-        with_ids = all(x.has_position_ids for x in planned.full_layers if x.rotation is not None)
-        if not with_ids and not rotates_inside(planned.spec):
-            raise
-    return _extend_checked(planned, by_hooks=True)
+        try:
+            return _extend_checked(planned, by_hooks=True)
+        except InputError:
+            raise error from None
 
 
 def _extend_checked(planned: Plan, by_hooks: bool) -> Extension:

@@ -106,41 +106,23 @@ def load_unmodified(
     Fields of the configuration that would apply the method in plain `from_pretrained` are restored.
     `options` are those of transformers' `from_pretrained`.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise InputError("loading a model needs transformers: pip install normattn[hf]") from None
     source, gguf = source_of(path, gguf)
     options = {**_loading_options(source, gguf), **options}
     hub_options = {name: options[name] for name in _HUB_OPTIONS if name in options}
-    folder = Path(source) if Path(source).is_dir() else None
-    record = None
+    config = read_configuration(source, gguf, **hub_options)
+    import transformers
+
+    record = take_record(config, path)
+    if record is not None:
+        options["config"] = config
     if gguf is None:
         options["use_safetensors"] = True
-        with explained(source):
-            config = transformers.AutoConfig.from_pretrained(
-                source, trust_remote_code=False, **hub_options
-            )
-        record = take_record(config, path)
-        if record is not None:
-            options["config"] = config
-        if folder is not None:
-            _check_files(folder, None, config)
-    else:
-        if hasattr(transformers, "GgufConfig"):
-            # Packed weights need special kernels and attention, and cannot be saved.
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        with explained(gguf):
-            file = transformers.utils.hub.cached_file(source, gguf, **hub_options)
-        refuse_scaled(Path(str(file)))
-        if folder is not None:
-            # On the meta device not even the checks of a configuration take memory.
-            with explained(gguf), on_meta():
-                config = transformers.AutoConfig.from_pretrained(
-                    source, **_loading_options(source, gguf)
-                )
-            _check_files(folder, gguf, config)
-    if folder is None and options["local_files_only"]:
+    elif hasattr(transformers, "GgufConfig"):
+        # Packed weights need special kernels and attention, and cannot be saved.
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    if Path(source).is_dir():
+        _check_files(Path(source), gguf, config)
+    elif options["local_files_only"]:
         # transformers would ask the hub for an adapter next to the weights.
         options.setdefault("adapter_kwargs", {"local_files_only": True})
     auto: Any = transformers.AutoModelForCausalLM
@@ -176,14 +158,15 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
     return tokeniser
 
 
-def read_configuration(model: str | Path) -> Any:
+def read_configuration(model: str | Path, gguf: str | None = None, **hub_options: Any) -> Any:
     """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
 
+    `gguf` is a file in the folder or the repository, `hub_options` are those of transformers.
     Raises `InputError` where there is none, for a model_type that transformers does not know, and
     for a GGUF file whose frequencies are scaled.
     """
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, utils
     except ImportError:
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
     path = expand_path(model)
@@ -191,11 +174,14 @@ def read_configuration(model: str | Path) -> Any:
         _refuse_unknown_type(path)
         with explained(str(path)):
             return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    source, gguf = source_of(model)
-    if gguf is not None:
-        refuse_scaled(Path(source) / gguf)
+    source, gguf = source_of(model, gguf)
+    options = {**_loading_options(source, gguf), **hub_options}
     with explained(gguf or source):
-        return AutoConfig.from_pretrained(source, **_loading_options(source, gguf))
+        if gguf is None:
+            return AutoConfig.from_pretrained(source, **options)
+        refuse_scaled(Path(str(utils.hub.cached_file(source, gguf, **hub_options))))
+        with on_meta():  # the checks of an untrusted configuration take no memory there
+            return AutoConfig.from_pretrained(source, **options)
 
 
 def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | None]:

@@ -56,13 +56,13 @@ class RowGroup:
 
 
 def compact_mask(
-    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     attention_mask: Bool[Tensor, "b s"] | None = None,
     device: torch.device | str = "cpu",
+    **_: Any,
 ) -> Int[Tensor, "b 1 x y"]:
     """The compact mask of causal attention of T queries, the first in column `q_offset`.
 
@@ -89,37 +89,20 @@ def compact_mask(
     return torch.cat((positions, positions[:, columns]), -1)[:, None, None].to(_COMPACT_DTYPE)
 
 
-def mask_function(
-    stock_mask: Callable[..., Any], pairs: bool = False
-) -> Callable[..., Tensor | None]:
+def mask_function(stock_mask: Callable[..., Any], pairs: bool = False) -> Callable[..., Any]:
     """The mask function of normattn's attention; `stock_mask` makes masks of windowed layers.
 
     `pairs` makes pair masks, for layers that select keys themselves.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    def make(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int | Tensor = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor | None:
-        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        args = (*sizes, mask_function, attention_mask)
-        mask: Tensor | None
-        if local_size is not None:
-            mask = stock_mask(*args, local_size=local_size, **kwargs)
-        elif mask_function is causal_mask_function and not pairs:
-            mask = compact_mask(*sizes, attention_mask, kwargs["device"])
-        else:
-            pair_mask: Callable[..., Tensor | None] = sdpa_mask
-            mask = pair_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-        return mask
+    def make(**kwargs: Any) -> Any:
+        causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+        if kwargs.get("local_size") is not None:
+            return stock_mask(**kwargs)
+        if causal and not pairs:
+            return compact_mask(**kwargs)
+        return sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
 
     return make
 

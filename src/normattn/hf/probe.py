@@ -243,7 +243,6 @@ class Layer:
         calls: its attention calls in one forward.
         argument: the name or index of its argument for position embeddings; None if it has none.
         tables: these embeddings.
-        has_position_ids: whether it also gets the tokens' position ids.
         rotary: the module and layer type that the embeddings come from.
         unrotated, doubled: its call with embeddings that rotate nothing, and with those times 2.
         rotation: None without rotary positions and within a window.
@@ -256,7 +255,6 @@ class Layer:
     calls: list[AttentionCall] = field(default_factory=list)
     argument: str | int | None = None
     tables: Any = None
-    has_position_ids: bool = False
     rotary: tuple[nn.Module, str] | None = None
     unrotated: AttentionCall | None = None
     doubled: AttentionCall | None = None
@@ -347,7 +345,6 @@ class _Probe:
             return
         own_tables = kwargs[argument] if isinstance(argument, str) else args[argument]
         layer.argument, layer.tables = argument, own_tables
-        layer.has_position_ids = kwargs.get("position_ids") is not None
         first = own_tables if isinstance(own_tables, Tensor) else own_tables[0]
         layer.rotary = self._rotary.get(first.data_ptr())
 

@@ -258,10 +258,7 @@ def _hiding_part(
 
 
 def _configured_window(layer: RecordedLayer, config: Any) -> SlidingWindow | Chunked | None:
-    kind = layer_type(config, layer.index)
-    if kind == "chunked_attention":
+    window = layer.sliding_window
+    if layer_type(config, layer.index) == "chunked_attention":
         return Chunked(size=config.attention_chunk_size)
-    window = layer.kwargs.get("sliding_window")
-    if window is None and kind == "sliding_attention":
-        window = config.sliding_window
-    return None if window is None else SlidingWindow(window=int(window))
+    return None if window is None else SlidingWindow(window=window)
