@@ -19,6 +19,7 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, read_gguf, resolve_settings
+from normattn.hf.load import refuse_unknown_type
 from normattn.hf.model_parts import explained, leaf_mappings
 from normattn.io import expand_path, parse_json, read_bytes, read_object
 
@@ -73,9 +74,8 @@ class EngineSettings:
         """The configuration as a transformers object."""
         from transformers import CONFIG_MAPPING
 
-        model_type = self.raw.get("model_type")
-        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-            raise InputError(f"{self.file}: model_type {model_type!r} is not known to transformers")
+        model_type: Any = self.raw.get("model_type")
+        refuse_unknown_type(model_type, self.file)
         config_class: Any = CONFIG_MAPPING[model_type]
         # JSON has no infinity; some configurations encode it in a string.
         decode = getattr(config_class, "_decode_special_floats", copy.deepcopy)

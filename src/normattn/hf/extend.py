@@ -82,18 +82,7 @@ def extend(
     method or a value is not valid.
     """
     planned = plan(model, method, train_length, **parameters)
-    try:
-        return _extend_checked(planned, by_hooks=False)
-    except InputError as error:
-        # Some families compute tables from more than the frequency buffers of their modules.
-        try:
-            return _extend_checked(planned, by_hooks=True)
-        except InputError:
-            raise error from None
-
-
-def _extend_checked(planned: Plan, by_hooks: bool) -> Extension:
-    extension = Extension(planned, by_hooks)
+    extension = Extension(planned)
     try:
         check_extension(planned)
     except BaseException:
@@ -111,18 +100,17 @@ def extension_of(model: Any) -> Extension | None:
 class Extension:
     """An active method; `.remove()` or leaving the `with` block switches it off.
 
-    `spec` is the method as part of a score, `resolved` holds every value. `by_hooks` replaces the
-    tables of each layer in a hook, for models that changed buffers do not reach.
+    `spec` is the method as part of a score, `resolved` holds every value.
     """
 
-    def __init__(self, planned: Plan, by_hooks: bool = False) -> None:
+    def __init__(self, planned: Plan) -> None:
         self.spec, self.resolved = planned.spec, planned.resolved
         self._undo: list[Callable[[], object]] = []
         self._memory = ForwardMemory()
         self._views: dict[int, Any] = {}
         self._attention: str | None = None
         try:
-            self._switch_on(planned, by_hooks)
+            self._switch_on(planned)
         except BaseException:
             self.remove()
             raise
@@ -149,7 +137,7 @@ class Extension:
             "an extended model cannot be copied or pickled: remove() the extension first"
         )
 
-    def _switch_on(self, planned: Plan, by_hooks: bool) -> None:
+    def _switch_on(self, planned: Plan) -> None:
         parts, spec, full = planned.parts, planned.spec, planned.full_layers
         replaces = replaces_attention(spec)
         selecting = [layer for layer in full if layer.selects]
@@ -157,7 +145,7 @@ class Extension:
         self._undo.append(save_with_method(parts, planned.layers, spec))
         if replaces:
             self._replace_attention(planned)
-        to_hook = full if by_hooks else selecting if rotates_inside(spec) else []
+        to_hook = selecting if rotates_inside(spec) else []
         undo, hooked = override_buffers(planned.layers, spec, to_hook)
         self._undo += undo
         hooked += [layer for layer in to_hook if layer.rotation is not None]

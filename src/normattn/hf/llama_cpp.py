@@ -206,30 +206,19 @@ def _yarn_factor(factor: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
 
 
-class ResolvedSettings(NamedTuple):
-    """The settings that llama.cpp applies.
-
-    transformers computes the same with the rope parameters `rope`. `max_length` is the longest
-    text, and `ignored` has a sentence for each setting without effect.
-    """
-
-    rope: dict[str, Any]
-    max_length: int | None
-    ignored: list[str]
-
-
 def resolve_settings(
     converted: Mapping[str, Any],
     keys: Mapping[str, Any],
     flags: Mapping[str, str],
     file: str,
     divisors: Mapping[str, Sequence[float]] | None = None,
-) -> ResolvedSettings:
+) -> tuple[dict[str, Any], int | None, list[str]]:
     """Resolve GGUF keys, without their architecture, and flags as llama.cpp does.
 
-    `converted` are the rope parameters that the converter wrote into the file, `divisors` its
-    tensors that divide frequencies. Raises `InputError` for a value that llama.cpp would not read,
-    and for settings that transformers cannot express.
+    Returns the rope parameters with which transformers computes the same, the longest text, and a
+    sentence for each setting without effect. `converted` are the rope parameters that the converter
+    wrote into the file, `divisors` its tensors that divide frequencies. Raises `InputError` for a
+    value that llama.cpp would not read, and for settings that transformers cannot express.
     """
     numbers = _parse_numbers(flags, file)
     # Some architectures (grok, laguna) read these keys, llama does not: a llama file with betas 16
@@ -282,7 +271,7 @@ def resolve_settings(
         ignored.append(f"attention factor: cos and sin times {amplitude:.5g} instead of 1")
     # The server caps a slot at the file's context_length.
     max_length = min(ctx_size or context, context) if context else ctx_size or None
-    return ResolvedSettings(rope, max_length, ignored)
+    return rope, max_length, ignored
 
 
 def _parse_numbers(flags: Mapping[str, str], file: str) -> dict[str, float]:

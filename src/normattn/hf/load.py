@@ -171,7 +171,7 @@ def read_configuration(model: str | Path, gguf: str | None = None, **hub_options
         raise InputError("reading a model needs transformers: pip install normattn[hf]") from None
     path = expand_path(model)
     if path.is_file() and path.suffix == ".json":
-        _refuse_unknown_type(path)
+        refuse_unknown_type(read_object(path).get("model_type"), path)
         with explained(str(path)):
             return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     source, gguf = source_of(model, gguf)
@@ -208,7 +208,8 @@ def source_of(model: str | Path, gguf: str | None = None) -> tuple[str, str | No
         files = files or "no GGUF file either"
         raise InputError(f"{path} holds no config.json of transformers, and {files}")
     elif path.is_dir():
-        _refuse_unknown_type(path / "config.json")
+        file = path / "config.json"
+        refuse_unknown_type(read_object(file).get("model_type"), file)
     elif path.is_absolute() or str(model).count("/") > 1 or str(model).startswith("."):
         raise InputError(f"{model} does not exist, and is not a name on the hub (OWNER/NAME)")
     return (str(path) if path.is_dir() else str(model)), gguf
@@ -228,10 +229,10 @@ def _loading_options(source: str, gguf: str | None) -> dict[str, Any]:
     return options if gguf is None else {**options, "gguf_file": gguf}
 
 
-def _refuse_unknown_type(file: Path) -> None:
+def refuse_unknown_type(model_type: Any, file: str | Path) -> None:
+    """Raise `InputError` for the model_type of a configuration that transformers does not know."""
     from transformers import CONFIG_MAPPING
 
-    model_type = read_object(file).get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
             f"{file}: model_type is {model_type!r}, which is not known to transformers "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.attention_fn import ForwardMemory
 from normattn.hf.probe import Layer, find_tables, identity_tables, replace_argument, rotary_buffers
-from normattn.hf.rotations import Spectrum
+from normattn.hf.rotations import Spectrum, read_tables
 from normattn.score import ScoreSpec
 
 Undo = Callable[[], object]
@@ -57,10 +57,29 @@ def override_buffers(
     for (module, name), sharing in users.items():
         first = sharing[0][1]
         if first is not None and all(_equal(first, spectrum) for _, spectrum in sharing):
-            undo.append(_override(module, name, first))
-        else:
-            to_hook += [layer for layer, spectrum in sharing if spectrum is not None]
+            restore = _override(module, name, first)
+            if _uses_buffer(sharing[0][0], first):
+                undo.append(restore)
+                continue
+            restore()
+        to_hook += [layer for layer, spectrum in sharing if spectrum is not None]
     return undo, to_hook
+
+
+def _uses_buffer(layer: Layer, spectrum: Spectrum) -> bool:
+    """Whether the layer's rotary module makes tables of the spectrum in its buffer.
+
+    Some modules (Phi-3.5-MoE's) compute frequencies anew in each forward.
+    """
+    assert layer.rotary is not None
+    module, layer_type = layer.rotary
+    first = layer.tables if isinstance(layer.tables, Tensor) else layer.tables[0]
+    ids = torch.arange(first.shape[1], device=first.device)[None]
+    try:
+        tables = module(first.real, ids, *([layer_type] if layer_type else []))
+    except Exception:  # another signature; the extended model is checked as a whole
+        return True
+    return read_tables(tables, [spectrum]) is not None
 
 
 def _equal(first: Spectrum, second: Spectrum | None) -> bool:
