@@ -136,7 +136,6 @@ class _Intention(NamedTuple):
     plan: Plan | None
     train_length: int | None
     max_length: int | None
-    bases: set[float]
 
     def __str__(self) -> str:
         text = self.name
@@ -150,13 +149,12 @@ class _Intention(NamedTuple):
 def _resolve_intention(config: Any, method: str | None, length: int | None) -> _Intention:
     model = small_model(config)
     parts = model_parts(model)
-    bases = {float(rope["rope_theta"]) for rope in parts.ropes if rope.get("rope_theta")}
     if method is None:
         configured = getattr(parts.config, "max_position_embeddings", None)
         originals = (rope.get(_ORIGINAL) for rope in (*parts.ropes, parts.config.to_dict()))
         trained = next((x for x in originals if isinstance(x, int) and x), configured)
         name = f"{parts.name} as its configuration says"
-        return _Intention(name, None, length or trained, configured, bases)
+        return _Intention(name, None, length or trained, configured)
     planned = plan(model, method, length if length is not None else known_length(parts)[0])
     spec = planned.spec
     if replaces_attention(spec):
@@ -167,7 +165,7 @@ def _resolve_intention(config: Any, method: str | None, length: int | None) -> _
     assert spec.train_length is not None
     factor = getattr(spec.rope_scaling, "stretch", None)
     max_length = None if factor is None else int(spec.train_length * factor)
-    return _Intention(spec.method_text, planned, spec.train_length, max_length, bases)
+    return _Intention(spec.method_text, planned, spec.train_length, max_length)
 
 
 def _lengths_to_compare(intended: _Intention, config: Any, settings: EngineSettings) -> list[int]:
@@ -308,7 +306,9 @@ def _mistakes(
     `unscaled`: the engine computes the unmodified model's positions. `correct`: it computes the
     intended ones.
     """
-    known = {name for rope in rope_parameter_sets(config_dict(config)) for name in rope}
+    model_ropes = rope_parameter_sets(config_dict(config))
+    bases = {float(rope["rope_theta"]) for rope in model_ropes if rope.get("rope_theta")}
+    known = {name for rope in model_ropes for name in rope}
     known |= SCALING_FIELDS | _ROPE_FIELDS | _ENGINE_ROPE_FIELDS.get(settings.engine, set())
     trained, max_length = intended.train_length, settings.max_length or 0
     for rope in settings.ropes:
@@ -319,7 +319,7 @@ def _mistakes(
             yield f"{name} is no rope parameter: it is ignored"
         if unscaled and (intended.plan is not None or rope_type == "default"):
             yield from _ignored_factors(settings, rope)
-        factor, bases = rope.get("attention_factor"), intended.bases - {_DEFAULT_BASE}
+        factor, bases = rope.get("attention_factor"), bases - {_DEFAULT_BASE}
         if not correct and rope_type == "yarn" and factor is not None:
             yield (
                 f"attention_factor={_format_number(factor)} replaces the factor that YaRN makes "
