@@ -154,7 +154,7 @@ def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
         return unread(
             f"reads {keys} keys of {count} tokens, so the positions of its keys are not known"
         )
-    fit = next(_find_fits(layer, config), None)
+    fit = _find_fit(layer, config)
     if fit is None:
         return unread(
             "its queries and keys are computed, normalised or rotated in a way that no "
@@ -172,31 +172,26 @@ def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
     return LayerScore(layer.index, spec, error, lacks, mask.note)
 
 
-def _find_fits(layer: RecordedLayer, config: Any) -> Iterator[_Fit]:
-    """Fits of projections to q and k, the simplest first."""
+def _find_fit(layer: RecordedLayer, config: Any) -> _Fit | None:
+    """The simplest fit of projections to q and k; None where there is none."""
     names = ("eps", "variance_epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
     owners = [*layer.module.modules(), config]
     values = [getattr(owner, name, None) for owner in owners for name in names]
     eps = list(dict.fromkeys(float(x) for x in values if isinstance(x, float))) or [1e-6]
     for unrotated in unrotated_candidates(layer):
-        for layouts in _rotary_layouts(layer, config, unrotated):
-            q, k = layouts[0].restored(layer.q), layouts[0].restored(layer.k)
-            norms = (list(fit_norms(unrotated.q, q, eps)), list(fit_norms(unrotated.k, k, eps)))
-            for q_norm, k_norm, first, layout in itertools.product(*norms, (False, True), layouts):
-                if q_norm.kind and k_norm.kind:  # one part must express both
-                    across = {q_norm.across == "all", k_norm.across == "all"}
-                    same = (q_norm.kind, q_norm.eps) == (k_norm.kind, k_norm.eps)
-                    if not same or len(across) > 1:
-                        continue
-                q_rotation = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
-                if q_rotation is None:
+        for layout in _rotary_layouts(layer, config, unrotated):
+            q, k = layout.restored(layer.q), layout.restored(layer.k)
+            norms = fit_norms(unrotated.q, q, eps), fit_norms(unrotated.k, k, eps)
+            for q_norm, k_norm, first in itertools.product(*norms, (False, True)):
+                if q_norm.kind and k_norm.kind and not q_norm.matches(k_norm):
+                    continue  # one part must express both
+                rotation = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
+                other = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
+                if rotation is None or other is None:
                     continue
-                k_rotation = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
-                if (
-                    k_rotation is not None
-                    and float((q_rotation.frequencies - k_rotation.frequencies).abs().max()) < 1e-4
-                ):
-                    yield _Fit(unrotated, q_norm, k_norm, q_rotation, first)
+                if float((rotation.frequencies - other.frequencies).abs().max()) < 1e-4:
+                    return _Fit(unrotated, q_norm, k_norm, rotation, first)
+    return None
 
 
 def _fit_normed_rotation(
@@ -213,8 +208,8 @@ def _fit_normed_rotation(
 
 def _rotary_layouts(
     layer: RecordedLayer, config: Any, unrotated: Unrotated
-) -> Iterator[list[RotaryLayout]]:
-    """Possible layouts, in lists with one order of features: first not reordered ones."""
+) -> Iterator[RotaryLayout]:
+    """Possible layouts: of the first features before the last, not reordered ones before others."""
     d, rope = layer.q.shape[-1], rope_of(config, layer.index)
     factors = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
     sizes = [max(2, int(d * factor) // 2 * 2) for factor in factors if factor]
@@ -222,9 +217,11 @@ def _rotary_layouts(
     last = [(size, d - size) for size in sizes if size < d]
     if unrotated.shared_size is not None:
         first, last = [(unrotated.shared_size, d - unrotated.shared_size)], first
-    for blocks in filter(None, (first, last)):
-        yield [RotaryLayout(*block, paired) for block in blocks for paired in (False, True)]
-        yield from ([RotaryLayout(*block, True, reordered=True)] for block in blocks)
+    for blocks, reordered in itertools.product((first, last), (False, True)):
+        for size, start in blocks:
+            if not reordered:
+                yield RotaryLayout(size, start)
+            yield RotaryLayout(size, start, interleaved=True, reordered=reordered)
 
 
 def _build_spec(

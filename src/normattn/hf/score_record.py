@@ -145,6 +145,11 @@ class Norm:
     gain: Float[Tensor, "h d"]
     bias: Float[Tensor, "h d"]
 
+    def matches(self, other: Norm) -> bool:
+        """Whether one part of a score can express both, of queries and of keys."""
+        across = {self.across == "all", other.across == "all"}
+        return (self.kind, self.eps) == (other.kind, other.eps) and len(across) == 1
+
     def plain(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
         """x normalised, without gain and bias."""
         if not self.kind:
