@@ -195,7 +195,7 @@ class ExtendedLayer:
         q, k = layer.call.q, layer.call.k
         self.memory, self.key_cache = memory, key_cache
         self.rotation = rotation = layer.rotation if key_cache is not None else None
-        self.scaling = float(layer.call.kwargs.get("scaling") or q.shape[-1] ** -0.5)
+        self.scaling = layer.call.scaling
         self._before_rotation: tuple[Tensor, Tensor] | None = None
         self._after_rotation: Tensor | None = None
         parts: list[Part] = [Baseline(scale=self.scaling)]

@@ -197,6 +197,11 @@ class AttentionCall:
     mask_window: int | None = None
 
     @property
+    def scaling(self) -> float:
+        """The factor λ of the logits."""
+        return float(self.kwargs.get("scaling") or self.q.shape[-1] ** -0.5)
+
+    @property
     def sliding_window(self) -> int | None:
         """The layer's sliding window in tokens, or None."""
         size = self.kwargs.get("sliding_window")

@@ -43,11 +43,6 @@ class RecordedLayer(AttentionCall):
     projections: list[Projection] = field(default_factory=list)
     shared: list[Projection] = field(default_factory=list)
 
-    @property
-    def scaling(self) -> float:
-        """The factor λ of the logits."""
-        return float(self.kwargs.get("scaling") or self.q.shape[-1] ** -0.5)
-
 
 def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     """Record every attention layer of the model on `tokens` random tokens.
