@@ -109,8 +109,8 @@ def fit_rotation(
     z, w = (torch.complex(*layout.halves(side)) for side in (x, y))
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
     amplitude = ratio.abs().mean(-1)
-    known = frequencies is not None
-    for theta in (frequencies, -frequencies) if known else (_measure_frequencies(ratio),):
+    found = [_measure_frequencies(ratio)] if frequencies is None else [frequencies, -frequencies]
+    for theta in found:
         grown = x * (amplitude / amplitude[0])[:, None]
         turned = layout.rotate(grown, torch.polar(amplitude[:1], positions * theta))
         if float((turned - y).abs().max()) <= tolerance * float(y.abs().max()):
