@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import re
 import sys
 from collections.abc import Iterable
@@ -53,6 +54,19 @@ class DivergedError(NormattnError):
 
 class Interrupted(NormattnError):
     """Work was stopped by a signal after its state was saved; rerun the command to resume."""
+
+
+def require_sizes(owner: str, **sizes: Any) -> None:
+    """Raise `InputError` unless each of the sizes is a whole number of at least 1."""
+    for name, size in sizes.items():
+        try:
+            whole = operator.index(size)
+        except TypeError:
+            whole = 0
+        if whole < 1:
+            raise InputError(
+                f"{owner}: {name} must be a whole number of at least 1, but it is {size!r}"
+            )
 
 
 def require_module(name: str, message: str) -> None:

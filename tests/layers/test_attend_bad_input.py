@@ -81,11 +81,31 @@ CASES = [
     ("length 1", "ScoreSpec.parse('KNA', train_length=1)", "whole number of at least 2"),
     ("no head size", "Attention(16, 3)", "does not divide into 3 heads"),
     ("uneven heads", "Attention(16, 4, 3)", "cannot share 3"),
-    ("no heads", "Attention(16, 0)", "each must be at least 1"),
+    ("no heads", "Attention(16, 0)", "must be a whole number of at least 1"),
     ("dropout of a layer", "Attention(16, 4, dropout=1.0)", "below 1"),
-    ("no key", "GatedAttentionUnit(8, key_size=0)", "each must be at least 1"),
+    ("no key", "GatedAttentionUnit(8, key_size=0)", "must be a whole number of at least 1"),
     ("offset", "GatedAttentionUnit(8, 8, separate_qk=True, offset=True)", "separate_qk"),
-    ("no blocks", "deepnorm_factors(0)", "both must be at least 1"),
+    ("no blocks", "deepnorm_factors(0)", "must be a whole number of at least 1"),
+    ("half a head", "Attention(8.0, 2)", "dim must be a whole number"),
+    ("a word for heads", "Score('KNA', '2', 8)", "heads must be a whole number"),
+    ("source of no width", "CrossAttention(8, 2, source_dim=0)", "source_dim must be a whole"),
+    ("room of a cache", "KeyValueCache('many')", "max_length must be a whole number"),
+    ("no window of a cache", "KeyValueCache(window=0)", "window must be a whole number"),
+    ("a word for causal", "attention(q, k, v, 'KNA', causal='yes')", "causal must be True or"),
+    ("a dictionary as cache", "attention(q, k, v, 'KNA', cache={})", "must be a KeyValueCache"),
+    ("a list for a layer", "Attention(8, 2)([[0.0]])", "but it is a list"),
+    ("a source as memory", "placed(x, x, positions=at)", "what remember returns, not a Tensor"),
+    ("a name as parts", "ScoreSpec('KNA')", "ScoreSpec.parse takes a name"),
+    ("layer too high", "ScoreSpec.parse('KNA-HWFA@8').layer(2, 2)", "no layer 2 among 2"),
+    (
+        "blocks before 0",
+        "attention(q, k, v, 'KNA-DynamicNTK@8', q_positions=at - 1, k_positions=at - 1)",
+        "counts blocks from position 0",
+    ),
+    ("one row of positions", "documents_from_positions(at)", "must be a tensor (B, T)"),
+    ("a list of lengths", "documents_from_lengths([0, 5])", "must be a tensor of whole"),
+    ("a shape of one", "explain('KNA', 5)", "no tensors have the shapes 5"),
+    ("an unknown device", "explain('KNA', q.shape, device='tpu')", "on a CPU or a CUDA device"),
     ("α of DeepNorm", "DeepNorm(torch.nn.Identity(), None, alpha=0.0)", "must be above 0"),
     ("no gate", "attention(q, k, v, 'KNA-Gate')", "needs gate=…"),
     ("a gate", "attention(q, k, v, 'KNA', gate=logits)", "gate is given, but KNA"),
@@ -153,7 +173,9 @@ CASES = [
 PROGRAM = """
 import json, sys, torch
 from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
+from normattn import explain
 from normattn.layers import CrossAttention, DeepNorm, deepnorm_factors
+from normattn.layers import documents_from_lengths, documents_from_positions
 from normattn.layers.cache import KeyValueCache
 q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)

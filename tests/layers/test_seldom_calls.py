@@ -83,6 +83,51 @@ def test_no_query_is_an_empty_result_by_every_kernel(recipe: Recipe) -> None:
     assert {"auto", "chunked", "reference"} <= served
 
 
+@pytest.mark.parametrize("name", ["KNA", "KNA-ALiBi", "KNA-DynamicNTK@8", "KNA-Chunked(size=3)"])
+@pytest.mark.parametrize("keys", [0, 5])
+def test_no_query_of_shared_keys_is_an_empty_result(name: str, keys: int) -> None:
+    q, k, v = torch.zeros(2, 4, 0, 8), torch.zeros(2, 2, keys, 8), torch.zeros(2, 2, keys, 6)
+    assert attention(q, k, v, name).shape == (2, 4, 0, 6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "strips", "reference"])
+@pytest.mark.parametrize("first", [-20, -5, 1 << 40])
+def test_a_bias_of_distances_does_not_depend_on_the_first_position(
+    backend: str, first: int
+) -> None:
+    """Also where the first position is below 0, or so far that no table could reach it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    at = torch.arange(9) + first
+    moved = attention(q, k, v, "KNA-ALiBi", q_positions=at, k_positions=at, backend=backend)
+    torch.testing.assert_close(moved, attention(q, k, v, "KNA-ALiBi", backend="reference"))
+
+
+def test_blocks_far_apart_are_computed_without_those_between() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64)
+    far = torch.tensor([0, 1, 1 << 40, (1 << 40) + 1])
+    out = attention(q, k, v, "KNA-DynamicNTK@8", q_positions=far, k_positions=far)
+    first = attention(*(x[:, :, :2] for x in (q, k, v)), "KNA")
+    torch.testing.assert_close(out[:, :, :2], first)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Baseline-HoPE(base=77)@16", "Baseline-XPos(scale=77)", "Baseline-NTKMixed(factor=7.7)"),
+        *("Baseline-ClippedRoPE(clip=2)", "Baseline-LongRoPE(factor=7.7)@16", "Baseline-DroPE"),
+        *("Baseline-YaRN(factor=7.7)@16", "Baseline-ALiBi"),
+    ],
+)
+def test_the_default_device_does_not_matter(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    with torch.device("meta"):
+        out = attention(q, k, v, name)
+    torch.testing.assert_close(out, attention(q, k, v, name, backend="reference"))
+
+
 def test_dropout_is_the_same_while_statistics_are_taken() -> None:
     """⟨∂o/∂v, v⟩ = Σ o·w, as o is linear in v: with other masks backward it would not be."""
     torch.manual_seed(0)

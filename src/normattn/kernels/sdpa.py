@@ -68,7 +68,7 @@ def sdpa(
         dropout_p=dropout,
         enable_gqa=q.shape[1] != k.shape[1],
     ).to(dtype)
-    out = out.reshape(*shape[:3], -1) if grouped else out
+    out = out.reshape(*shape[:3], v.shape[3]) if grouped else out
     if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse_second_derivative)  # type: ignore[no-untyped-call]
     return out

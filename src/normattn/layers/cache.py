@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels.inputs import Selection
 from normattn.kernels.numerics import at_least_float32
 from normattn.score import ScoreSpec
@@ -101,8 +101,9 @@ class KeyValueCache:
     """
 
     def __init__(self, max_length: int | None = None, *, window: int | None = None) -> None:
-        if max_length is not None and max_length < 1:
-            raise InputError(f"max_length is {max_length}; it must be at least 1")
+        for name, size in (("max_length", max_length), ("window", window)):
+            if size is not None:
+                require_sizes("cache", **{name: size})
         self.max_length, self.window = max_length, window
         self.length = 0
         self.dropped = 0

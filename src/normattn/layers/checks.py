@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels.inputs import DTYPES, check_dense, check_shapes
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.plain import traced
@@ -58,6 +58,8 @@ def check_call(
 ) -> None:
     """Check all arguments of a call; `num_cached` is the length of its cache, None without one."""
     check_shapes(q, k, v)
+    if not isinstance(args.causal, bool):
+        raise InputError(f"causal must be True or False, but it is {args.causal!r}")
     spec, (batch, heads, num_queries, size) = score.spec, q.shape
     num_keys = k.shape[2] + (num_cached or 0)
     expected = score.heads, score.kv_heads, score.head_dim
@@ -121,10 +123,10 @@ def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int
 
 def check_input(name: str, x: Tensor, width: int) -> None:
     """Check that x is (B, T, width), in a type that kernels support."""
-    if x.dim() != 3 or x.shape[-1] != width:
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != width:
+        actual = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise InputError(
-            f"{name} must be (batch, tokens, width) with a width of {width}, but it is "
-            f"{tuple(x.shape)}"
+            f"{name} must be (batch, tokens, width) with a width of {width}, but it is {actual}"
         )
     if x.dtype not in DTYPES:
         raise InputError(
@@ -251,11 +253,8 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
 
 def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
     """Check the sizes of an attention layer and return the dimension of one head."""
-    if min(dim, heads, kv_heads) < 1 or (head_dim is not None and head_dim < 1):
-        raise InputError(
-            f"attention of width {dim} with {heads} heads, {kv_heads} key heads and a head_dim of "
-            f"{head_dim} was asked for; each must be at least 1"
-        )
+    size = 1 if head_dim is None else head_dim
+    require_sizes("attention", dim=dim, heads=heads, kv_heads=kv_heads, head_dim=size)
     if heads % kv_heads:
         raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if head_dim is None and dim % heads:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels import attend
 from normattn.kernels.stats import announce_layer
 from normattn.layers.checks import (
@@ -91,6 +91,7 @@ class CrossAttention(nn.Module):
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         self.q = nn.Linear(dim, heads * self.head_dim, bias=bias)
         source = dim if source_dim is None else source_dim
+        require_sizes("cross attention", source_dim=source)
         self.kv = nn.Linear(source, 2 * self.kv_heads * self.head_dim, bias=bias)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
@@ -131,8 +132,10 @@ class CrossAttention(nn.Module):
         statistics over queries (BatchNorm, InstanceNorm), which the r rows of a source share.
         `residual` and `backend` are as in `attention`.
         """
-        spec, rows, sources = self.score.spec, x.shape[0], memory.keys.shape[0]
         check_input("x", x, self.dim)
+        if not isinstance(memory, Memory):
+            raise InputError(f"memory is what remember returns, not a {type(memory).__name__}")
+        spec, rows, sources = self.score.spec, x.shape[0], memory.keys.shape[0]
         check_residual(spec, residual)
         if sources == 0 or rows % sources:
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")

@@ -19,6 +19,8 @@ def documents_from_positions(positions: Int[Tensor, "b t"]) -> Int[Tensor, "b t"
     A document begins where a position is not larger than the one before it, as in the rows of
     transformers' `DataCollatorWithFlattening`.
     """
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        raise InputError("positions must be a tensor (B, T), with a row of ids for each packed row")
     starts = torch.zeros_like(positions)
     starts[:, 1:] = (positions[:, 1:] <= positions[:, :-1]).to(positions.dtype)
     return starts.cumsum(1)
@@ -35,6 +37,8 @@ def documents_from_lengths(cu_seqlens: Int[Tensor, " n_1"]) -> Int[Tensor, "1 t"
 
     They are flash-attention's `cu_seqlens`. Raises `InputError` unless they rise from 0.
     """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError("cu_seqlens must be a tensor of whole numbers (int64 or int32)")
     lengths = cu_seqlens.diff()
     if len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or bool((lengths < 1).any()):
         raise InputError(

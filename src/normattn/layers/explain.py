@@ -87,9 +87,9 @@ def explain(
     unsupported backend; and for a layout, which is a score per layer.
     """
     spec = spec.spec if isinstance(spec, Score) else as_spec(spec)
-    spec, target = spec.resolve(), torch.device(device)
-    if target.type not in ("cpu", "cuda"):
+    if str(device).split(":")[0] not in ("cpu", "cuda"):
         raise InputError(f"kernels run on a CPU or a CUDA device, not on {device}")
+    spec, target = spec.resolve(), torch.device(device)
     k_shape = q_shape if k_shape is None else k_shape
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
     inputs = _kernel_inputs(spec, shapes, dtype, target, causal)
@@ -133,8 +133,12 @@ def _kernel_inputs(
     causal: bool,
 ) -> AttentionInputs:
     """The inputs of the kernel; for a blockwise score, of the last block."""
-    # Expanded tensors hold one number, however large the shape.
-    check_shapes(*(torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes))
+    try:
+        # Expanded tensors hold one number, however large the shape.
+        samples = [torch.zeros((), dtype=dtype).expand(tuple(shape)) for shape in shapes]
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"no tensors have the shapes {', '.join(map(str, shapes))}") from error
+    check_shapes(*samples)
     with torch.device("meta"):
         q, k, v = (torch.empty(tuple(shape), dtype=dtype) for shape in shapes)
         (batch, heads, _, _), (keys, size) = q.shape, k.shape[2:]

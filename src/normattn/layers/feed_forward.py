@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import require_sizes
 from normattn.plain import use_plain_ops
 
 # Rows per chunk without gradients, so that the hidden features stay in a core's cache. A multiple
@@ -33,7 +33,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
-        self.hidden = _checked(dim, swiglu_hidden(dim) if hidden is None else hidden)
+        self.hidden = swiglu_hidden(dim) if hidden is None else hidden
+        require_sizes("feed-forward", dim=dim, hidden=self.hidden)
         self.up = nn.Linear(dim, 2 * self.hidden, bias=bias)
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
@@ -67,7 +68,8 @@ class GELU(nn.Module):
 
     def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
         super().__init__()
-        self.hidden = _checked(dim, 4 * dim if hidden is None else hidden)
+        self.hidden = 4 * dim if hidden is None else hidden
+        require_sizes("feed-forward", dim=dim, hidden=self.hidden)
         self.up = nn.Linear(dim, self.hidden, bias=bias)
         self.down = nn.Linear(self.hidden, dim, bias=bias)
 
@@ -96,12 +98,3 @@ class _GatedSiLU(torch.autograd.Function):
         torch.mul(F.silu(gate), grad, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
-
-
-def _checked(dim: int, hidden: int) -> int:
-    if dim < 1 or hidden < 1:
-        raise InputError(
-            f"a feed-forward layer of width {dim} and hidden width {hidden} was asked for; "
-            "both must be at least 1"
-        )
-    return hidden

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.layers.attention import Operands, SelfAttention
 from normattn.layers.checks import checked_probability
 from normattn.layers.gates import forget_projection, gate_projection
@@ -43,11 +43,7 @@ class GatedAttentionUnit(SelfAttention):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if dim < 1 or key_size < 1 or expansion < 1:
-            raise InputError(
-                f"a gated attention unit of width {dim}, key size {key_size} and expansion "
-                f"{expansion} was asked for; each must be at least 1"
-            )
+        require_sizes("gated attention unit", dim=dim, key_size=key_size, expansion=expansion)
         if offset and separate_qk:
             raise InputError("offset adds β to a shared z, which does not exist with separate_qk")
         self.dim = dim

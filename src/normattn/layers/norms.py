@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels.numerics import at_least_float32
 from normattn.score.norms import rms_norm
 
@@ -126,7 +126,6 @@ class Derf(DyT):
 
 
 def _check(dim: int, eps: float) -> None:
-    if dim < 1:
-        raise InputError(f"a norm over {dim} features was asked for; the width must be at least 1")
+    require_sizes("norm", dim=dim)
     if not eps >= 0:
         raise InputError(f"a norm's eps is {eps}; it must be 0 or more")

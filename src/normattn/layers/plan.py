@@ -57,6 +57,8 @@ def prepare(
     Raises `InputError` for arguments that do not fit together. A cached plan skips these checks:
     the first call with its shapes passed them.
     """
+    if cache is not None and not isinstance(cache, KeyValueCache):
+        raise InputError(f"cache must be a KeyValueCache, but it is a {type(cache).__name__}")
     num_cached = None if cache is None else cache.length
     if _is_cacheable(score, q, k, v, args):
         folded = _folded_plan(score, q, k, v, args, num_cached)
@@ -278,7 +280,7 @@ def build_plan(
     if spec.chunk is not None:
         # Keys of other chunks are hidden in the same way as keys of other documents.
         query_chunks, key_chunks = (
-            x.div(spec.chunk, rounding_mode="floor").reshape(-1, x.shape[-1]).expand(batch, -1)
+            torch.atleast_2d(x.div(spec.chunk, rounding_mode="floor")).expand(batch, -1)
             for x in (mask.query, mask.key)
         )
         mask = replace(mask, query_documents=query_chunks, key_documents=key_chunks)
@@ -299,21 +301,23 @@ def _attend_blocks(
         )
     length = spec.block[1]
     num_queries, num_keys = positions.query.shape[-1], positions.key.shape[-1]
-    first, last = num_keys - num_queries, num_keys - 1
-    if not positions.regular:
-        first, last = int(positions.query.min()), int(positions.query.max())
+    first = num_keys - num_queries
+    if positions.regular:
+        blocks = list(range(first // length, (num_keys - 1) // length + 1))
+    else:
+        blocks = positions.query.div(length, rounding_mode="floor").unique().tolist()
+    if blocks[0] < 0:
+        raise InputError(f"{spec.block[0]} counts blocks from position 0, but a query is before it")
     outputs: list[Tensor] = []
     mixed: Tensor | None = None
-    for block in range(first // length, last // length + 1):
+    for block in blocks:
         rows, in_block = slice(0, num_queries), None
         if positions.regular:
             start = block * length - first
             rows = slice(max(0, start), min(num_queries, start + length))
-        elif first // length != last // length:
+        elif len(blocks) > 1:
             in_block = positions.query // length == block
             indices = in_block.reshape(-1, num_queries).any(0).nonzero()[:, 0]
-            if not indices.numel():
-                continue
             rows = slice(int(indices[0]), int(indices[-1]) + 1)
             contiguous = in_block.dim() == 1 and positions.ordered
             in_block = None if contiguous else in_block[..., rows]

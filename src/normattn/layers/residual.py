@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels.numerics import at_least_float32
 
 
@@ -184,8 +184,7 @@ class AttnRes(Placed):
         eps: float = 1e-6,
     ) -> None:
         super().__init__(sublayer, norm, dropout)
-        if block < 1:
-            raise InputError(f"a block of AttnRes has {block} sub-layers; it must have at least 1")
+        require_sizes("AttnRes", block=block)
         self.query = nn.Parameter(torch.zeros(dim))
         self.block, self.eps = block, eps
 
@@ -202,11 +201,7 @@ def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
     blocks of two that gives its (2N)^¼ and (8N)^−¼. A gated attention unit is one sub-layer.
     Raises `InputError` below one block or sub-layer. Source: arXiv 2203.00555, section 3.
     """
-    if blocks < 1 or sublayers < 1:
-        raise InputError(
-            f"DeepNorm over {blocks} blocks of {sublayers} sub-layers was asked for; "
-            "both must be at least 1"
-        )
+    require_sizes("DeepNorm", blocks=blocks, sublayers=sublayers)
     depth = blocks * sublayers
     return depth**0.25, (4 * depth) ** -0.25
 

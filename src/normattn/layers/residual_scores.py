@@ -15,6 +15,7 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.residual_scores import ResidualScores
 from normattn.score import ScoreSpec
 from normattn.score.parts.residual import ValueResidual
+from normattn.score.spec import as_spec
 
 
 class ResidualLayer:
@@ -94,12 +95,13 @@ class FirstValues:
         return replace(inputs, v=torch.lerp(inputs.v, self._first, self._share))
 
 
-def residual_layers(spec: ScoreSpec, layers: int) -> tuple[ResidualLayer, ...] | None:
+def residual_layers(spec: ScoreSpec | str, layers: int) -> tuple[ResidualLayer, ...] | None:
     """The residual of each of `layers` layers, bottom first; None for a score without one.
 
     For RealFormer's scores s_n = Σ_m q_m k_mᵀ, m ≤ n, or their mean over the layers, the kernel of
     the lowest layer decides how they are stored (`kernels.residual`).
     """
+    spec = as_spec(spec)
     if spec.residual is None:
         return None
     sums: ResidualScores | FeatureSums | FirstValues

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.models.utils import without_dropout
 
 
@@ -63,9 +63,8 @@ def beam_search(
     ranked higher before, then to the smaller token id. A source's result does not depend on the
     others. Raises `InputError` for an empty source, unknown ids and settings out of range.
     """
-    for name, value in (("beam", beam), ("batch", batch), ("max_length", max_length)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
+    most = 1 if max_length is None else max_length
+    require_sizes("translate", beam=beam, batch=batch, max_length=most)
     if not (math.isfinite(length_penalty) and length_penalty >= 0):
         raise InputError(f"length_penalty is {length_penalty}; it must be 0 or more")
     for number, source in enumerate(sources):

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels.cross_entropy import (
     LinearCrossEntropy,
     TokenScores,
@@ -49,6 +49,8 @@ class CausalLM(TokenModel):
     config_class = CausalLMConfig
 
     def __init__(self, config: CausalLMConfig) -> None:
+        if not isinstance(config, CausalLMConfig):
+            raise InputError(f"CausalLM takes a CausalLMConfig, not a {type(config).__name__}")
         super().__init__(config, config.vocab_size)
         self.config = config
         tied = config.tie_head
@@ -91,6 +93,8 @@ class CausalLM(TokenModel):
                 documents = documents_from_ends(ids == packed.separator)
             context = AttentionContext(key_padding, None, documents, backend=backend)
             return self.hidden_states(ids, context)
+        if not isinstance(cache, ModelCache):
+            raise InputError(f"a model's cache comes from new_cache(), but it is {cache!r}")
         context = replace(cache.extend(ids, key_padding), backend=backend)
         hidden = self.hidden_states(ids, context, cache.layers)
         cache.commit(ids.shape[1])
@@ -181,8 +185,7 @@ class CausalLM(TokenModel):
     def _in_chunks(
         self, ids: Tensor, key_padding: Tensor | None, cache: ModelCache, chunk: int
     ) -> Iterator[Tensor]:
-        if not isinstance(chunk, int) or chunk < 1:
-            raise InputError(f"chunk is {chunk}; it must be a whole number of at least 1")
+        require_sizes("prefill", chunk=chunk)
         for start in range(0, checked_ids(ids).shape[1], chunk):
             columns = slice(start, start + chunk)
             padding = None if key_padding is None else key_padding[:, columns]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from normattn.errors import InputError
+from normattn.errors import require_sizes
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig, StackConfig, TranslatorConfig, VisionConfig
 from normattn.models.transformer import Blocks
@@ -96,8 +96,7 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
 
 def stack_flops(config: StackConfig, length: int) -> Flops:
     """FLOPs per token of a stack without embedding and head; `InputError` for a length below 1."""
-    if length < 1:
-        raise InputError(f"FLOPs were asked for at a length of {length}; it must be at least 1")
+    require_sizes("FLOPs", length=length)
     attention = _attention_flops(
         config, config.score, length, lambda spec: visible_pairs(spec, length, config.causal)
     )

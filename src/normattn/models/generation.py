@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.models.cache import CHUNK
 from normattn.models.utils import without_dropout
 
@@ -70,6 +71,8 @@ def generate(
     an empty prompt, ids outside the vocabulary and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    if isinstance(stop, str) or not isinstance(stop, Collection):
+        raise InputError(f"stop takes a list of token ids and strings, not {stop!r}")
     stop_tokens = {
         _stop_token(t, model.head_weight.shape[0]) for t in stop if not isinstance(t, str)
     }
@@ -80,10 +83,7 @@ def generate(
         raise InputError("stop strings need decode=…, a function from tokens to text")
     # Tokens that hold any stop string, of a byte or more each; 4 more for a cut first character.
     tail = max((len(string.encode()) for string in stop_strings), default=0) + 4
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise InputError(
-            f"max_new_tokens is {max_new_tokens!r}; it must be a whole number of at least 1"
-        )
+    require_sizes("generate", max_new_tokens=max_new_tokens)
     ids, padding = left_padded(prompts, model.head_weight.device)
     generators = row_generators(seed, len(prompts))
     written: list[list[int]] = [[] for _ in prompts]
@@ -137,12 +137,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature is {self.temperature}; it must be 0 or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k is {self.top_k}; it must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not isinstance(self.temperature, Real) or not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {self.temperature!r}; it must be 0 or more")
+        if self.top_k is not None:
+            require_sizes("sampling", top_k=self.top_k)
+        if self.top_p is not None and not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise InputError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
         if self.temperature == 0 and not (self.top_k is None and self.top_p is None):
             raise InputError(
                 "top_k and top_p choose among random tokens, and temperature 0 always takes the "
@@ -174,7 +174,8 @@ class Sampling:
             return greedy
         probs, tokens = self.probabilities(logits)
         uniform = [
-            torch.rand((), generator=generator, dtype=torch.float64) for generator in generators
+            torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+            for generator in generators
         ]
         cumulative = probs.cumsum(-1)
         threshold = torch.stack(uniform)[:, None].to(probs.device) * cumulative[:, -1:]
@@ -185,7 +186,13 @@ class Sampling:
 
 def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator]:
     """A generator for each row, seeded with seed + row or seed[row]."""
-    seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else list(seed)
+    try:
+        if isinstance(seed, Sequence):
+            seeds = [operator.index(row_seed) for row_seed in seed]
+        else:
+            seeds = [operator.index(seed) + row for row in range(rows)]
+    except TypeError as error:
+        raise InputError(f"seed is a whole number, or one for each prompt, not {seed!r}") from error
     if len(seeds) != rows:
         raise InputError(f"{len(seeds)} seeds were given for {rows} prompts")
     if any(not 0 <= row_seed < 1 << 63 for row_seed in seeds):

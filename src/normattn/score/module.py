@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from normattn.errors import InputError
+from normattn.errors import InputError, require_sizes
 from normattn.kernels import AttentionInputs, AttentionMask
 from normattn.kernels.inputs import PairBias, Selection
 from normattn.kernels.numerics import at_least_float32
@@ -289,9 +289,11 @@ class Score(nn.Module):
         bias = self._spec.bias
         if bias is None or isinstance(bias, PairBiasPart):
             return None
-        count = max(positions.key.shape[-1], positions.query.shape[-1])
-        if not positions.regular and positions.query.numel() and positions.key.numel():
-            count = int(torch.stack((positions.query.max(), positions.key.max())).max()) + 1
+        query, key = positions.query, positions.key
+        count = max(1, key.shape[-1], query.shape[-1])
+        if not positions.regular and query.numel() and key.numel():
+            farthest = torch.stack((query.max() - key.min(), key.max() - query.min()))
+            count = int(farthest.max()) + 1
         distance = torch.arange(count, device=q.device, dtype=at_least_float32(q.dtype))
         values = bias.values(distance, self.heads, _tensors(self.bias))
         if values.shape != (self.heads, count):
@@ -322,9 +324,8 @@ def _rotate(
 
 
 def _check_sizes(spec: ScoreSpec, heads: int, kv_heads: int, head_dim: int) -> None:
-    if heads < 1 or head_dim < 1:
-        raise InputError(f"heads and head_dim must be at least 1, not {heads} and {head_dim}")
-    if kv_heads < 1 or heads % kv_heads:
+    require_sizes("Score", heads=heads, head_dim=head_dim, kv_heads=kv_heads)
+    if heads % kv_heads:
         raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if spec.difference is not None and kv_heads % 2:
         raise InputError(

@@ -194,7 +194,7 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
     """θ'_m of the pairs that rotate, in float64; empty without rotary position."""
     position, scaling = spec.position, spec.rope_scaling
     if not isinstance(position, RotaryPosition):
-        return torch.empty(0, dtype=torch.float64)
+        return torch.empty(0, dtype=torch.float64, device="cpu")
     rotary_dim, base = position.rotary_dim(head_dim), position.base
     if scaling is None:
         return position.adjusted(rope_frequencies(rotary_dim, base))

@@ -117,6 +117,10 @@ class ScoreSpec:
     _chunked = PartAttribute(Slot.WINDOW, Chunked)
 
     def __post_init__(self) -> None:
+        if not all(isinstance(part, Part) for part in self.parts):
+            raise InputError(
+                f"ScoreSpec takes components, not {self.parts!r}; ScoreSpec.parse takes a name"
+            )
         if self.train_length is not None:
             object.__setattr__(self, "train_length", check_train_length(self.train_length))
         filled = (part.filled(self.train_length, None) for part in sort_parts(self.parts))
@@ -206,6 +210,8 @@ class ScoreSpec:
 
     def layer(self, layer: int, layers: int) -> ScoreSpec:
         """The score of layer `layer` (0-based) of `layers`; self if no component depends on it."""
+        if not 0 <= layer < layers:
+            raise InputError(f"there is no layer {layer} among {layers}, which count from 0")
         parts: dict[Slot, Part] = {part.slot: part for part in self.parts}
         layer_parts: Iterable[Part] = self.parts
         if self.layout is not None:

@@ -93,8 +93,7 @@ class ALiBi(BiasPart):
         power = 1 << (heads.bit_length() - 1)
         first = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
         between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
-        slopes = torch.tensor(first + between[: heads - power], dtype=torch.float64)
-        return -slopes.to(distance)[:, None] * distance
+        return -distance.new_tensor(first + between[: heads - power])[:, None] * distance
 
 
 @dataclass(frozen=True)

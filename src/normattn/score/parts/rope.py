@@ -24,8 +24,8 @@ def rope_frequencies(head_dim: int, base: float) -> Theta:
     """θ_m = base^(−2m/d) in float64, m = 0 … d/2 − 1, for even d (kexue.fm/archives/8265)."""
     if head_dim < 2 or head_dim % 2:
         raise InputError(f"rotary positions need an even head dimension, but it is {head_dim}")
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    return torch.tensor(base, dtype=torch.float64) ** -exponent
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    return torch.tensor(base, dtype=torch.float64, device="cpu") ** -exponent
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class XPos(RotaryPosition):
 
     def log_growth(self, head_dim: int) -> Theta | None:
         """ln ζ_m / B."""
-        share = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+        share = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
         return ((share + self.gamma) / (1 + self.gamma)).log() / self.scale
 
 

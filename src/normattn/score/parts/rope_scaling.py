@@ -123,7 +123,7 @@ class NTKMixed(FactorScaling):
         """θ_m·exp(−a·(m+1)^b)."""
         # a·(m+1)^b as ln s · ((m+1)/(d/2))^b, which no b can overflow.
         half = head_dim // 2
-        share = torch.arange(1, half + 1, dtype=torch.float64) / half
+        share = torch.arange(1, half + 1, dtype=torch.float64, device="cpu") / half
         return rope_frequencies(head_dim, base) * torch.exp(-math.log(self.stretch) * share**self.b)
 
 
@@ -194,7 +194,7 @@ class YaRN(FactorScaling):
             low, high = math.floor(low), math.ceil(high)
         low, high = (float(min(max(x, 0), head_dim - 1)) for x in (low, high))
         high += 0.001 if high == low else 0.0
-        m = torch.arange(head_dim // 2, dtype=torch.float64)
+        m = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
         ramp = ((m - low) / (high - low)).clamp(0, 1)
         theta = rope_frequencies(head_dim, base)
         return ramp * theta / self.stretch + (1 - ramp) * theta
@@ -262,14 +262,14 @@ class LongRoPE(FactorScaling):
                 raise InputError(
                     f"LongRoPE needs factors=… where the head dimension is below 4: {head_dim}"
                 )
-            m = torch.arange(half, dtype=torch.float64)
+            m = torch.arange(half, dtype=torch.float64, device="cpu")
             return theta * self.stretch ** (-m / (half - 1))
         if len(self.factors) != half:
             raise InputError(
                 f"LongRoPE needs one factor for each of the {half} pairs that rotate, but it has "
                 f"{len(self.factors)}"
             )
-        return theta / torch.tensor(self.factors, dtype=torch.float64)
+        return theta / torch.tensor(self.factors, dtype=torch.float64, device="cpu")
 
     def gain(self, train_length: int | None) -> float:
         """1 + ln s/ln L."""
@@ -301,7 +301,7 @@ class ClippedRoPE(RopeScaling):
         if clip is None:
             clip = int((theta * self.required_length(train_length) < 2 * math.pi).sum())
         clip = min(clip, theta.numel())
-        taper = torch.linspace(0, math.pi, clip, dtype=torch.float64).cos().add(1) / 2
+        taper = torch.linspace(0, math.pi, clip, dtype=torch.float64, device="cpu").cos().add(1) / 2
         return torch.cat((theta[: theta.numel() - clip], theta[theta.numel() - clip :] * taper))
 
 
@@ -325,4 +325,4 @@ class DroPE(RopeScaling):
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """All 0."""
-        return torch.zeros(head_dim // 2, dtype=torch.float64)
+        return torch.zeros(head_dim // 2, dtype=torch.float64, device="cpu")
