@@ -266,7 +266,7 @@ class Attention(SelfAttention):
         super().__init__()
         self.dim, self.heads = dim, heads
         self.kv_heads = heads if kv_heads is None else kv_heads
-        self.head_dim = checked_head_dim(dim, heads, self.kv_heads, head_dim)
+        self.head_dim = checked_head_dim(dim, heads, head_dim)
         self.dropout = checked_probability(dropout)
         spec = as_spec(score)
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)

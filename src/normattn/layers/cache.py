@@ -245,11 +245,6 @@ class KeyValueCache:
         return self.window is None and (self._spec is None or self._spec.selection is None)
 
     @property
-    def rows(self) -> int:
-        """Rows of the batch; 0 before the first token."""
-        return 0 if self._keys.data is None else self._keys.data.shape[0]
-
-    @property
     def nbytes(self) -> int:
         """Allocated bytes, used or not."""
         selected = sum(sums.nbytes for sums in self._selected.values())

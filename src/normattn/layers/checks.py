@@ -251,12 +251,9 @@ def check_restarts(positions: Tensor, padding: Tensor | None) -> None:
         )
 
 
-def checked_head_dim(dim: int, heads: int, kv_heads: int, head_dim: int | None) -> int:
-    """Check the sizes of an attention layer and return the dimension of one head."""
-    size = 1 if head_dim is None else head_dim
-    require_sizes("attention", dim=dim, heads=heads, kv_heads=kv_heads, head_dim=size)
-    if heads % kv_heads:
-        raise InputError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
+def checked_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
+    """Return the dimension of one head, by default dim / heads; `Score` checks it."""
+    require_sizes("attention", dim=dim, heads=heads)
     if head_dim is None and dim % heads:
         raise InputError(
             f"a width of {dim} does not divide into {heads} heads; "

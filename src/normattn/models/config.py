@@ -146,8 +146,6 @@ class StackConfig(Settings):
                     raise InputError(f"{name} has no meaning for {reason} {value!r}; leave it out")
         if self.separate_qk and self.gamma_std is not None:
             raise InputError("gamma_std draws γ; with separate_qk there is no γ: leave it out")
-        if not gau:
-            checked_head_dim(self.dim, self.heads, self.kv_heads or self.heads, self.head_dim)
         if self.causal and self.score.leaks_future:
             raise InputError(
                 f"{self.score.name} uses statistics across the sequence, so a causal language "
@@ -205,7 +203,7 @@ class StackConfig(Settings):
         """The number of features of one query or key."""
         if self.block == "gau":
             return self.key_size
-        return self.dim // self.heads if self.head_dim is None else self.head_dim
+        return checked_head_dim(self.dim, self.heads, self.head_dim)
 
 
 class CausalLMConfig(StackConfig):
