@@ -83,7 +83,7 @@ def test_a_part_is_named_by_its_class_and_described_by_its_docstring(
 
     assert (Halved.name, Halved.summary) == ("Halved", "Scores are halved")
     assert parse("Halved-logn@8").name == "Halved-logn"
-    with pytest.raises(ValueError, match="Halved"):
+    with pytest.raises(InputError, match="Halved is registered already"):
         register(Halved)
 
 

@@ -204,11 +204,15 @@ def register(part: P) -> P:
         part.name = part.__name__
     if "summary" not in attributes:
         part.summary = (part.__doc__ or "").partition("\n")[0].rstrip(".")
-    if "-" in part.name or part.name in _PARTS:
-        raise ValueError(f"part name {part.name!r} holds a hyphen or is taken")
+    if "-" in part.name:
+        raise InputError(f"a component cannot be called {part.name!r}: hyphens join components")
+    if part.name in _PARTS:
+        raise InputError(
+            f"a component {part.name} is registered already: choose another name, or restart Python"
+        )
     for required in ("equation", "source"):
         if not hasattr(part, required):
-            raise ValueError(f"part {part.name} has no {required}, which `normattn list` shows")
+            raise InputError(f"component {part.name} needs {required} = …, for `normattn list`")
     if "__dataclass_fields__" not in attributes:
         # `dataclass` changes the class in place.
         dataclass(frozen=True)(part)
