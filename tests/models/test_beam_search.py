@@ -153,9 +153,9 @@ def test_best_orders_equal_values_by_place(rows: list[list[int]], count: int) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beam": 0}, "beam is 0"),
-        ({"batch": 0}, "batch is 0"),
-        ({"max_length": 0}, "max_length is 0"),
+        ({"beam": 0}, "beam must be a whole number"),
+        ({"batch": 0}, "batch must be a whole number"),
+        ({"max_length": 0}, "max_length must be a whole number"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
         ({"sources": [[3], []]}, "source 1 is empty"),
         ({"sources": [[3, 0, 4]]}, "source 0 holds the padding token 0"),
