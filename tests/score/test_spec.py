@@ -405,10 +405,10 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
 @pytest.mark.parametrize(
     ("heads", "d", "kv_heads", "reason"),
     [
-        (0, 4, None, "at least 1, not 0 and 4"),
-        (2, 0, None, "at least 1, not 2 and 0"),
+        (0, 4, None, "heads must be a whole number of at least 1, but it is 0"),
+        (2, 0, None, "head_dim must be a whole number of at least 1, but it is 0"),
         (4, 4, 3, "4 query heads cannot share 3"),
-        (4, 4, 0, "4 query heads cannot share 0"),
+        (4, 4, 0, "kv_heads must be a whole number of at least 1, but it is 0"),
     ],
 )
 def test_sizes_that_cannot_be(heads: int, d: int, kv_heads: int | None, reason: str) -> None:
