@@ -280,7 +280,8 @@ def build_plan(
     if spec.chunk is not None:
         # Keys of other chunks are hidden in the same way as keys of other documents.
         query_chunks, key_chunks = (
-            torch.atleast_2d(x // spec.chunk).expand(batch, -1) for x in (mask.query, mask.key)
+            (x if x.dim() == 2 else x[None]).expand(batch, -1) // spec.chunk
+            for x in (mask.query, mask.key)
         )
         mask = replace(mask, query_documents=query_chunks, key_documents=key_chunks)
     return AttentionPlan(positions, mask, cached)
@@ -304,7 +305,7 @@ def _attend_blocks(
     if positions.regular:
         blocks = list(range(first // length, (num_keys - 1) // length + 1))
     else:
-        blocks = (positions.query // length).unique().tolist()
+        blocks = sorted(set((positions.query // length).reshape(-1).tolist()))
     if blocks[0] < 0:
         raise InputError(f"{spec.block[0]} counts blocks from position 0, but a query is before it")
     outputs: list[Tensor] = []
