@@ -332,7 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
     "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),
     "newer": partial(
-        changes, "keynorm-base", ("Baseline", "KNA", "Baseline-HoPE", "Baseline-VORoPE")
+        changes, "keynorm-base", ("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-VORoPE")
     ),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
