@@ -21,7 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _STORAGES: dict[int, Any] = {}
 _MOVES = ("to", "cpu", "cuda")
-_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "new_tensor")
 
 
 def pretend(x: Tensor) -> Tensor:

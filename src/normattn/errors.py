@@ -60,7 +60,7 @@ def require_sizes(owner: str, **sizes: Any) -> None:
     """Raise `InputError` unless each of the sizes is a whole number of at least 1."""
     for name, size in sizes.items():
         try:
-            whole = operator.index(size)
+            whole = 0 if isinstance(size, bool) else operator.index(size)
         except TypeError:
             whole = 0
         if whole < 1:
