@@ -327,21 +327,25 @@ def _by_method(
 ) -> Figure:
     """A panel for each method, with a curve for each row.
 
-    The panel of the unmodified models shows the control too, dashed.
+    The panel of the unmodified models shows the first row under the control too, dashed.
     """
     methods = ranked(view.values("method", where), METHOD_ORDER)
-    controls = (CONTROL,) if {"", CONTROL} <= set(methods) else ()
+    has_control = {"", CONTROL} <= set(methods)
     panels = []
     for method in methods:
-        if method in controls:
+        if has_control and method == CONTROL:
             continue
+        rows = ranked(view.values("row", {**where, "method": method}), VARIANT_ORDER)
+        drawn = [(row, method) for row in rows]
+        if has_control and not method:
+            controlled = view.values("row", {**where, "method": CONTROL})
+            drawn.append((ranked(controlled, VARIANT_ORDER)[0], CONTROL))
         lines = []
-        for drawn in (method, *(controls if not method else ())):
-            for row in ranked(view.values("row", {**where, "method": drawn}), VARIANT_ORDER):
-                plotted = curve({**where, "row": row, "method": drawn})
-                if plotted:
-                    label = row if drawn == method else row_of(row, drawn).label
-                    lines.append(Line(label, plotted, row, dashed=drawn != method))
+        for row, applied in drawn:
+            plotted = curve({**where, "row": row, "method": applied})
+            if plotted:
+                label = row if applied == method else row_of(row, applied).label
+                lines.append(Line(label, plotted, row, dashed=applied != method))
         panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
     return Curves(name, title, tuple(panels), first=COLOUR_ORDER)
 
@@ -381,9 +385,7 @@ def copying_figure(view: View) -> Figure:
     """Accuracy against the copying distance."""
     trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
     metrics = {d: copied_from(view, d) for d in distances(view)}
-    title = (
-        "Accuracy on repeated text by copying distance; up to the training length it was trained"
-    )
+    title = "Accuracy on repeated text by copying distance (trained: up to the training length)"
 
     def curve(row: dict[str, Any]) -> tuple[Point, ...]:
         estimates = ((d, view.finite_estimate(metric.at(row))) for d, metric in metrics.items())
