@@ -33,7 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads on a CPU (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads (default 1)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096], help="numbers of tokens")
     parser.add_argument("--dtypes", nargs="+", choices=[*DTYPES], default=[*DTYPES])
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: a quick test")

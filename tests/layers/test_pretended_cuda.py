@@ -30,7 +30,7 @@ NAMES = [name for name, part in parts().items() if part.slot.value not in ("orde
 def _every_pair(
     q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """In the place of `flex_attention`, which no mode can follow: its two functions, called."""
+    """Replace `flex_attention`, which modes cannot trace: call its two functions on all pairs."""
     sizes = (*q.shape[:3], k.shape[2])
     at = torch.meshgrid(*(torch.arange(n, device=q.device) for n in sizes), indexing="ij")
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT

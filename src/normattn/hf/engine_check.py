@@ -54,7 +54,7 @@ class Verdict:
     """The result of `verify`.
 
     Attributes:
-        intended: the method in words.
+        intended: a description of the method.
         differences: what is not as intended, a sentence each; empty where all is equal.
         mistakes: common mistakes in the settings, a sentence each.
     """

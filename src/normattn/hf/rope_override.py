@@ -69,7 +69,7 @@ def override_buffers(
 def _uses_buffer(layer: Layer, spectrum: Spectrum) -> bool:
     """Whether the layer's rotary module makes tables of the spectrum in its buffer.
 
-    Some modules (Phi-3.5-MoE's) compute frequencies anew in each forward.
+    Some modules (Phi-3.5-MoE's) recompute their frequencies in every forward.
     """
     assert layer.rotary is not None
     module, layer_type = layer.rotary

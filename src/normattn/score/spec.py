@@ -325,7 +325,7 @@ class ScoreSpec:
 
 
 def as_spec(value: Any) -> ScoreSpec:
-    """A `ScoreSpec` as it is, or parsed from its name; `InputError` for anything else."""
+    """Return a `ScoreSpec`, parsed if `value` is a name; `InputError` for any other type."""
     if not isinstance(value, ScoreSpec | str):
         raise InputError(f"a score is a ScoreSpec or its name, but {value!r} was given")
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
