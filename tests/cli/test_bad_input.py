@@ -43,6 +43,7 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
         (["--set", "steps=1", "--set", "steps=2"], ["steps", "twice"]),
         (["--set", "steps=2", "--steps", "3"], ["steps", "--set"]),
         (["--set", "steps.more=1"], ["steps.more", "group"]),
+        (["--set", "unit_weights=true"], ["unit_weights", "placement nGPT"]),
         (["--preset", "smokey"], ["smokey", "did you mean smoke"]),
         (["--preset", "gone.toml"], ["gone.toml", "does not exist"]),
     ],

@@ -84,7 +84,8 @@ def test_a_label_stands_before_a_run(command: Command, trained: Path, tmp_path: 
     assert split_label(str(tmp_path / "a=b")) == (None, tmp_path / "a=b")
     assert split_label(f"clip={other}") == ("clip", other)
     assert split_label(f"PI(factor=4)={one}") == ("PI(factor=4)", one)
-    assert "empty label" in command("report", f"={one}").sentence
+    for empty in (f"={one}", "label="):
+        assert "empty label" in command("report", empty).sentence
     assert "no directory" in command("report", "label=nowhere").sentence
 
 

@@ -97,6 +97,10 @@ def test_tables_that_cannot_be_read(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InputError, match=r"rows\.parquet cannot be read as parquet, from row 0"):
         names_and_texts(file)
+    # Only `text` is read, but no word behind an unquoted comma is dropped.
+    (tmp_path / "rows.csv").write_text("text,n\none,1\nHello, world,2\n")
+    with pytest.raises(InputError, match=r"rows\.csv cannot be read as csv.* more fields"):
+        names_and_texts(tmp_path / "rows.csv")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in kB on Linux")

@@ -98,6 +98,10 @@ def test_splits_share_no_document_and_move_only_with_the_seed(tmp_path: Path) ->
         (folder / f"z-{path.name}").write_bytes(path.read_bytes())
     grown = splits(prepare_tokens(config(folder), tmp_path / "cache"))
     assert grown == {name: own | {f"z-{one}" for one in own} for name, own in first.items()}
+    if sys.platform.startswith("linux"):  # Other systems have no such names.
+        (folder / os.fsdecode(b"\xff.txt")).write_text("a name that is not UTF-8")
+        named = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+        assert "\\udcff.txt" in set.union(*named.values())
     other = splits(prepare_tokens(config(folder, seed=1), tmp_path / "cache"))
     assert other["test"] != grown["test"]
     larger = splits(prepare_tokens(config(folder, test_fraction=0.5), tmp_path / "cache"))

@@ -42,7 +42,7 @@ def test_a_finished_run_is_returned_without_work(
 
 
 def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NORMATTN_CACHE", str(tmp_path / "cache"))
     corpus = tmp_path / "text"
@@ -66,3 +66,7 @@ def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
     assert isinstance(load_model(tmp_path / "run" / "model"), CausalLM)
     record = json.loads((tmp_path / "run" / "corpus.json").read_text())
     assert record == {"fingerprint": prepare_tokens(config.data).fingerprint, "sources": {}}
+    assert "test split" not in capfd.readouterr().err
+    config = small(data={"corpus": str(corpus), "vocab_size": 300, "test_fraction": 0.0})
+    train_model(config, tmp_path / "all", show_progress=False)
+    assert "the test split has no document" in capfd.readouterr().err

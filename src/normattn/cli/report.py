@@ -44,7 +44,7 @@ def report_folders(options: Report) -> None:
     labelled = [split_label(text) for text in options.runs]
     folders = [folder for _, folder in labelled]
     for folder in folders:
-        if not str(folder).strip() or not folder.is_dir():
+        if not folder.is_dir():
             raise InputError(f"{str(folder)!r} is no directory of runs or results")
     out = options.out or folders[0]
     content = None

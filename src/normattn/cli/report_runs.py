@@ -41,8 +41,8 @@ def split_label(text: str) -> tuple[str | None, Path]:
     label, equals, folder = text.rpartition("=")
     if not equals or Path(text).exists():
         return None, Path(text)
-    if not label.strip():
-        raise InputError(f"{text!r} begins with an empty label; expected LABEL=RUN or RUN")
+    if not label.strip() or not folder.strip():
+        raise InputError(f"{text!r} has an empty label or run; expected LABEL=RUN or RUN")
     return label.strip(), Path(folder)
 
 

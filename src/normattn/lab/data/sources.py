@@ -273,7 +273,10 @@ def split_of(key: str, seed: int, test: float, validation: float) -> SplitName:
     It does not depend on other items, so a growing corpus keeps its split. A larger `test`
     fraction keeps the items of a smaller one.
     """
-    digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
+    # The name of a file may hold bytes that are not UTF-8.
+    digest = hashlib.blake2b(
+        f"{seed}\0{key}".encode(errors="surrogateescape"), digest_size=8
+    ).digest()
     u = int.from_bytes(digest, "big") / 2**64
     if u < test:
         return "test"

@@ -206,7 +206,7 @@ class Strings(Sequence[str]):
 
 def utf8(text: str) -> np.ndarray:
     """Return a text as a row of `Strings`."""
-    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+    return np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
 
 
 # Writing the splits of a corpus.

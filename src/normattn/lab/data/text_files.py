@@ -84,9 +84,10 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
             frame = pl.scan_csv(path, separator=separator, infer_schema=False, glob=False)
         columns = frame.collect_schema().names()
         selected = [name for name in columns if fields is None or name in fields] or columns
-        chunks = frame.select(selected).collect_batches(chunk_size=_CHUNK_ROWS, maintain_order=True)
-        for chunk in chunks:
-            for values in chunk.iter_rows(named=True):
+        if suffix == ".parquet":  # Of a CSV file polars would not see rows with too many fields.
+            frame = frame.select(selected)
+        for chunk in frame.collect_batches(chunk_size=_CHUNK_ROWS, maintain_order=True):
+            for values in chunk.select(selected).iter_rows(named=True):
                 yield values
                 row += 1
     except (pl.exceptions.PolarsError, OSError, UnicodeDecodeError) as error:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.io import expand_path, read_object, write_json
+from normattn.lab.data.sources import Splits
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
 from normattn.models import CausalLM, CausalLMConfig
@@ -16,6 +17,7 @@ from normattn.models.config import MaskedLMConfig
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import CONFIG_FILE, load_as
 from normattn.settings import Settings
+from normattn.terminal import warn
 
 CORPUS_FILE = "corpus.json"
 TOKENISER_FILE = "tokeniser.json"
@@ -34,8 +36,14 @@ def record_corpus(data: object, out: Path) -> None:
     """Write `corpus.json` at the start of a run; `InputError` if it exists with other data.
 
     The file has the `fingerprint` of the data and, for tokens, the `sources` of the text. The files
-    of a corpus may change while a run is stopped; a resumed run would mix token ids.
+    of a corpus may change while a run is stopped; a resumed run would mix token ids. Warns of an
+    empty test split.
     """
+    if isinstance(data, Splits) and not len(data.test):
+        warn(
+            "warning: the test split has no document, so the trained model cannot be evaluated: "
+            "use more documents, or a larger data.test_fraction"
+        )
     if not isinstance(data, HasFingerprint):
         return
     refuse_other_data(data, out, "begun")

@@ -47,6 +47,7 @@ def train(
     config: LoopConfig,
     run: RunDirectory,
     *,
+    on_start: Callable[[], None] | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     probes: Sequence[Probe] = (),
@@ -56,10 +57,11 @@ def train(
 ) -> TrainingResult:
     """Train to `config.steps` from the run's last checkpoint; return the final values.
 
-    `make_task` builds the task on each process, after torch's generators are seeded. On the main
-    process, `export` runs once at the end, before the run is marked as finished, `export_kept` runs
-    after each step of `config.keep`, `on_step` gets a report of each step, and `probes` measure
-    chosen steps. `should_stop` is called once a step. Under torchrun every process calls `train`.
+    `make_task` builds the task on each process, after torch's generators are seeded; if it fails,
+    nothing is written. On the main process, `on_start` runs once the run directory is locked,
+    `export` once at the end, before the run is marked as finished, `export_kept` after each step of
+    `config.keep`, `on_step` gets a report of each step, and `probes` measure chosen steps.
+    `should_stop` is called once a step. Under torchrun every process calls `train`.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped and resumed has
     bit-identical metrics to one that was not.
@@ -76,10 +78,8 @@ def train(
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         displays: list[ProgressBar | Tracking] = []
         if config.track is not None:
-            # Open it first, so that a missing tracker leaves no run behind.
             track, every = config.track, config.log_every
             world.on_main(lambda: displays.append(Tracking(track, run, every)))
-        world.on_main(lambda: stack.enter_context(run.lock()))
         request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
         task = make_task(world)
@@ -89,6 +89,14 @@ def train(
             on_step, probes = None, ()
         loop = _Loop(task, config, run, world, request, should_stop)
         stack.callback(loop.stepper.close)
+
+        def start() -> None:
+            stack.enter_context(run.lock())
+            if on_start is not None:
+                on_start()
+
+        # The model and its optimiser exist: bad settings leave no run behind.
+        world.on_main(start)
         result = loop.run_to_end(displays, probes, on_step, export_kept)
 
         def finish() -> None:

@@ -207,8 +207,6 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
         config.check(data, shards)
 
         def make_task(world: World) -> ModelTask:
-            # The run directory is locked now.
-            world.on_main(lambda: record_corpus(data, out))
             return config.task(data, world.device, shards)
 
         def export(task: Any) -> None:
@@ -219,6 +217,7 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
             save_model(task.model, kept_model(out, step))
 
         options |= {"export": export, "export_kept": export_kept}
+        options["on_start"] = lambda: record_corpus(data, out)
         return train(make_task, config, open_run(), **options)
 
 
