@@ -89,11 +89,7 @@ def beam_search(
 
 
 def _search(
-    model: Any,
-    sources: Sequence[Sequence[int]],
-    beam: int,
-    penalty: float,
-    limits: Sequence[int],
+    model: Any, sources: Sequence[Sequence[int]], beam: int, penalty: float, limits: Sequence[int]
 ) -> list[list[Hypothesis]]:
     """The finished translations of one batch of sources, in the order in which they ended.
 

@@ -246,10 +246,7 @@ def train_word_pieces(texts: Collection[str], vocab_size: int, lower_case: bool)
             f"{len(letters):,} different characters; give at least {len(initial):,}"
         )
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=_MIN_COUNT,
-        special_tokens=initial,
-        show_progress=False,
+        vocab_size=vocab_size, min_frequency=_MIN_COUNT, special_tokens=initial, show_progress=False
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normaliser

@@ -16,11 +16,7 @@ from normattn.score.parts import RotaryPosition, rope_frequencies
 
 
 def unseen_angles(
-    spec: ScoreSpec,
-    head_dim: int,
-    distances: int,
-    block: int = 0,
-    trained: ScoreSpec | None = None,
+    spec: ScoreSpec, head_dim: int, distances: int, block: int = 0, trained: ScoreSpec | None = None
 ) -> Float[Tensor, " r"] | None:
     """Return for every distance r = 0 … R − 1 the share of feature pairs at unseen angles.
 

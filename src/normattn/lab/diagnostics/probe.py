@@ -30,11 +30,7 @@ class DiagnosticsProbe:
 
     name = "diagnostics"
 
-    def __init__(
-        self,
-        every: int,
-        warn: Callable[[str], None] = lambda text: warn(text),
-    ) -> None:
+    def __init__(self, every: int, warn: Callable[[str], None] = lambda text: warn(text)) -> None:
         if every < 1:
             raise InputError(f"diagnostics look every 1 or more steps, got {every}")
         self.every = every

@@ -58,11 +58,7 @@ _TOOLTIPS = [alt.Tooltip(f"{name}:Q", format=",.4~g") for name in ("value", "low
 
 def vega_lite(figure: Figure) -> dict[str, Any]:
     """The figure as a Vega-Lite specification that contains its data."""
-    draw: dict[type, Callable[[Any], Any]] = {
-        Curves: _curves,
-        Intervals: _intervals,
-        Grid: _grid,
-    }
+    draw: dict[type, Callable[[Any], Any]] = {Curves: _curves, Intervals: _intervals, Grid: _grid}
     with alt.data_transformers.enable("default", max_rows=None, consolidate_datasets=False):
         spec: dict[str, Any] = draw[type(figure)](figure).configure(**_CONFIG).to_dict()
     return spec

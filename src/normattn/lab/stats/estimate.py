@@ -104,9 +104,7 @@ def estimate(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> 
 
 
 def contrast(
-    terms: Sequence[Term],
-    values: Value | Sequence[Value],
-    bootstrap: Bootstrap | None = None,
+    terms: Sequence[Term], values: Value | Sequence[Value], bootstrap: Bootstrap | None = None
 ) -> Estimate:
     """Estimate Σ factor · value(sums), paired over the seeds and units that all terms share.
 

@@ -63,11 +63,7 @@ class Stage:
     trains: LoopConfig | None = None
 
 
-def training_stage(
-    config: ModelTrainingConfig,
-    folder: Path,
-    essential: bool = True,
-) -> Stage:
+def training_stage(config: ModelTrainingConfig, folder: Path, essential: bool = True) -> Stage:
     """A stage that trains `config` in `folder`. A divergence ends the run if `essential`.
 
     A configuration that continues the model of an earlier stage has `UNKNOWN` weights, whose digest

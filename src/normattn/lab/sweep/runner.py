@@ -25,15 +25,7 @@ from normattn.lab.stats import measurements, read_measurements
 from normattn.lab.stats.arrays import keep_common_data
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
-from normattn.lab.sweep.launchers import (
-    DIVERGED,
-    FINISHED,
-    Job,
-    Launcher,
-    Local,
-    Needs,
-    run_jobs,
-)
+from normattn.lab.sweep.launchers import DIVERGED, FINISHED, Job, Launcher, Local, Needs, run_jobs
 from normattn.lab.sweep.paths import RunPaths, read_or_empty, write_if_changed, write_progress
 from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
 from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep

@@ -93,11 +93,7 @@ class Continuation(Settings):
 
     @classmethod
     def from_model(
-        cls,
-        start: Path,
-        method: str = "",
-        length: int | None = None,
-        trained: str | None = None,
+        cls, start: Path, method: str = "", length: int | None = None, trained: str | None = None
     ) -> Continuation:
         """Continue from the model saved in `start`, with its present weights."""
         digest = read_object(start / CONFIG_FILE).get("weights_sha256")

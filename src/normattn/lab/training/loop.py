@@ -26,13 +26,7 @@ from normattn.lab.training.divergence import find_origin
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
-from normattn.lab.training.task import (
-    Probe,
-    StepReport,
-    Task,
-    TrainingResult,
-    derive_seed,
-)
+from normattn.lab.training.task import Probe, StepReport, Task, TrainingResult, derive_seed
 from normattn.lab.training.trackers import Tracking
 from normattn.stopping import StopRequest
 from normattn.terminal import warn
