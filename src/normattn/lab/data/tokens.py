@@ -228,7 +228,7 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, dtype: str) -> None
         train_tokeniser(training, config.vocab_size).save(folder / _TOKENISER)
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     columns = {"tokens": dtype, "names": "u1"}
-    write_splits(folder, config.corpus, columns, documents(), encode, required=("train",))
+    write_splits(folder, config.corpus, columns, documents(), encode, required=SPLITS[:1])
     digests = [sha256_of(folder / _TOKENISER)]
     for name in SPLITS:
         for column in columns:
