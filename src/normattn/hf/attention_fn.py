@@ -13,6 +13,7 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -37,10 +38,10 @@ from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.rotary import scaled
 
 
-class RotatedKeyCache:
+class RotatedKeyCache(threading.local):
     """Caches one layer's rotated keys; also a forward pre-hook that reads that layer's cache.
 
-    It takes as much memory as the keys, and is emptied when they are freed. It works only with
+    Each thread has its own. It takes as much memory as the keys, and is emptied when they are freed. It works only with
     transformers' `DynamicCache`. It is off in inference mode, where torch does not count writes to
     a tensor, with gradients, and while a compiler traces.
     """
@@ -71,14 +72,16 @@ class RotatedKeyCache:
         cached = before is not None and cache is not None and cache.keys is k
         self.active = whole and first > 0 and cached and not (k.is_inference() or k.requires_grad)
         if not self.active or before is None:
-            self._clear()
+            self._source = None
+            self._rotated.clear()
             return
         if before.shape[2] == first and self._continues(before):
             for rotated in self._rotated.values():
                 rotated.used = min(rotated.used, first)
         else:
             self._rotated.clear()
-        self._source, self._version = weakref.ref(k, self._clear), k._version
+        rotated = self._rotated  # of this thread: another may free `k`
+        self._source, self._version = weakref.ref(k, lambda _: rotated.clear()), k._version
 
     def rotated(
         self, name: Hashable, k: Float[Tensor, "b g s d"], rotate: Callable[[int], Tensor]
@@ -87,7 +90,8 @@ class RotatedKeyCache:
         rotated = self._rotated.get(name)
         if rotated is None:
             # Each block of DynamicNTK rotates all keys by other angles.
-            self._rotated = {name: (rotated := Room(2))}
+            self._rotated.clear()
+            self._rotated[name] = rotated = Room(2)
         if rotated.used < k.shape[2]:
             rotated.append(rotate(rotated.used))
         return rotated.view(k.shape[2])
@@ -100,10 +104,6 @@ class RotatedKeyCache:
         same_memory = before._base is source and before.data_ptr() == source.data_ptr()
         same_shape = before.stride() == source.stride() and before.shape[:2] == source.shape[:2]
         return before is source or (same_memory and same_shape)
-
-    def _clear(self, _: object = None) -> None:
-        self._source = None
-        self._rotated.clear()
 
 
 def _find_cache_layer(cache: Any, module: nn.Module) -> Any:
@@ -120,8 +120,11 @@ def _find_cache_layer(cache: Any, module: nn.Module) -> Any:
 LAYER_ATTRIBUTE = "normattn_layer"
 
 
-class ForwardMemory:
-    """Values that the layers share in one forward; nothing is stored while a compiler traces."""
+class ForwardMemory(threading.local):
+    """Values that the layers share in one forward; nothing is stored while a compiler traces.
+
+    Each thread has its own.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[tuple[object, ...], Any]] = {}

@@ -104,8 +104,8 @@ def verify(
     model_file = expand_path(folder)
     if model_file.suffix == ".gguf":
         config = read_gguf_settings(model_file, config_dict(config)).config
-    settings = read_engine_settings(against, config_dict(config))
-    with explained(settings.file, "cannot be compared"):
+    with explained(str(against), "cannot be compared"):
+        settings = read_engine_settings(against, config_dict(config))
         intended = _resolve_intention(config, method, train_length)
         lengths = _lengths_to_compare(intended, config, settings)
         unmodified = read_positions(config, lengths)

@@ -12,7 +12,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def _from_fields(
     ropes: dict[str, Mapping[str, Any]] = {}
     for part in (fields, decoder_fields(fields)):  # those outside of a text_config too
         rope = part.get("rope_parameters") or part.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise InputError(f"{file}: rope parameters are a JSON object, not {rope!r}")
         by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
         ropes |= by_type or ({"": rope} if rope else {})
     return EngineSettings(
@@ -220,7 +223,7 @@ def _override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 def _from_command(text: str, base: Mapping[str, Any], file: str) -> EngineSettings:
     """Settings from a command line, or from a YAML file that holds one or an engine's options."""
-    words = list(_words(text, file))
+    words = _words(text, file)
     overrides, keys, flags, allows_long = _parse_command(words, file)
     if not (overrides or keys or flags.keys() & {*FLAGS, *_LENGTHS.values()}):
         known = ", ".join((*_OVERRIDES, *_LENGTHS.values(), "--rope-scaling"))
@@ -277,25 +280,33 @@ def _parse_command(
     return overrides, keys, flags, allows_long
 
 
-def _words(text: str, file: str) -> Iterator[str]:
+def _words(text: str, file: str) -> list[str]:
     """The words of a command, or of the commands, options and variables in a YAML file."""
     import yaml
 
+    content = None
     if re.search(r"^\s*(-\s|[\w-]+:(\s|$))", text, re.MULTILINE):
-        try:
+        with suppress(yaml.YAMLError):
             content = yaml.safe_load(text)
-        except yaml.YAMLError:
-            content = None
-        if isinstance(content, Mapping | list):
-            try:
-                yield from list(_yaml_words(content))
-            except RecursionError:
-                raise InputError(f"{file} is YAML that contains itself") from None
-            return
     try:
-        yield from shlex.split(text.replace("\\\n", " "), comments=True)
+        if isinstance(content, Mapping | list):
+            return list(_unquoted(_yaml_words(content)))
+        return list(_unquoted(shlex.split(text.replace("\\\n", " "), comments=True)))
+    except RecursionError:
+        raise InputError(f"{file} is YAML that contains itself") from None
     except ValueError as error:
         raise InputError(f"{file} is no command line: {error}") from error
+
+
+def _unquoted(words: Iterable[str]) -> Iterator[str]:
+    """The words, with those of a command in quotes (`sh -c "vllm serve …"`) in its place."""
+    shell = False
+    for word in words:
+        if " --" in word:
+            yield from _unquoted(shlex.split(word))
+        elif not (shell and word.startswith("-")):
+            yield word
+        shell = Path(word).name in ("sh", "bash")
 
 
 def _yaml_words(content: Any) -> Iterator[str]:
@@ -306,17 +317,18 @@ def _yaml_words(content: Any) -> Iterator[str]:
         return
     if content.keys() == {"name", "value"}:  # a variable of a Kubernetes container
         content = {content["name"]: content["value"]}
-    for name, value in content.items():
+    for key, value in content.items():
+        name = str(key)
         if name in ENVIRONMENT or name in _ALLOW_LONG:
             yield f"{name}={value}"
         elif name in ("command", "entrypoint", "args") and isinstance(value, str):
             yield from shlex.split(value.replace("\\\n", " "))
         elif isinstance(value, Mapping) and ("rope" in name or "override" in name):
-            yield from (f"--{str(name).lstrip('-')}", json.dumps(value))
+            yield from (f"--{name.lstrip('-')}", json.dumps(value, default=str))
         elif isinstance(value, Mapping | list):
             yield from _yaml_words(value)
         elif not isinstance(value, bool) and value is not None:
-            yield from (f"--{str(name).lstrip('-')}", str(value))
+            yield from (f"--{name.lstrip('-')}", str(value))
 
 
 def _parse_scalar(text: str) -> Any:
@@ -333,8 +345,8 @@ def _parse_gguf_key(text: str, where: str) -> tuple[str, Any]:
     if not (equals and colon):
         raise InputError(f"{where} is no key=type:value")
     key = name if name.startswith("general.") else name.partition(".")[2]
-    if kind == "str":
-        return key, value
+    if kind in ("str", "bool"):
+        return key, value if kind == "str" else value == "true"
     try:
         number = float(value)
     except ValueError as error:

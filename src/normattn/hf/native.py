@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import ModelParts, layer_type
+from normattn.hf.model_parts import ModelParts, explained, layer_type
 from normattn.hf.probe import Layer, rotary_buffers
 from normattn.hf.rotations import HeadRotation, read_tables
 from normattn.io import write_json
@@ -191,10 +191,11 @@ def check_record(record: Any, where: str) -> None:
         not isinstance(record, dict)
         or set(record) | {TRAINED} != set(types)
         or any(type(value) is not types[name] for name, value in record.items())
+        or not set(record.get(TRAINED, ())) <= set(_FIELDS)
     ):
         raise InputError(
             f"{where} must hold a method, a name, and a train_length, a whole number; {TRAINED!r} "
-            "next to them holds fields"
+            f"next to them holds {' and '.join(_FIELDS)}"
         )
 
 
@@ -205,7 +206,8 @@ def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
     """
     record = record_of(config, path)
     if record is not None:
-        _set_fields(config.get_text_config(), record.get(TRAINED, {}))
+        with explained(f"the configuration of {path}: the field {FIELD!r}"):
+            _set_fields(config.get_text_config(), record.get(TRAINED, {}))
         delattr(config, FIELD)
     return record
 

@@ -151,7 +151,7 @@ def _find_base(
     by_layer: Any = getattr(parts.config, "layer_rope_theta", None)
     candidates += list(by_layer) if isinstance(by_layer, list | tuple) else []
     count = int((theta != 0).sum())
-    for base in dict.fromkeys(float(value) for value in candidates if value):
+    for base in dict.fromkeys(float(value) for value in candidates if value and value > 1):
         unscaled = rope_frequencies(2 * theta.numel(), base)
         if torch.allclose(theta[:count], unscaled[:count], rtol=2e-2, atol=0):
             return base, None
