@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +217,9 @@ def test_extended_twice_copied_or_changed() -> None:
         for other in (model, model.model):
             with pytest.raises(InputError, match="already extended, by ReRoPE: remove"):
                 normattn.extend(other, "YaRN", factor=2)
-        with pytest.raises(InputError, match="cannot be copied"):
-            copy.deepcopy(model)
+        for copied, part in itertools.product((copy.deepcopy, pickle.dumps), (model, model.model)):
+            with pytest.raises(InputError, match="cannot be copied"):
+                copied(part)
         with pytest.raises(InputError, match="takes no output_attentions"):
             model(ids, output_attentions=True)
         with pytest.raises(InputError, match="position_ids do not number"):

@@ -6,6 +6,7 @@ A second test counts how many keys are rotated, which is why they are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_a_cache_that_was_changed_is_rotated_again(extended: Any) -> None:
         layer.keys.copy_(source.keys)  # written to in place
         layer.values.copy_(source.values)
     _assert_read(_step(extended, ids[:, 14:15], cache), extended, ids[:, :15])
+
+
+def test_threads_decode_side_by_side(extended: Any) -> None:
+    texts = [tokens(1, COUNT, seed) for seed in range(3)]
+
+    def decode(ids: Tensor) -> Tensor:
+        cache = _CACHE()
+        return torch.cat([_step(extended, part, cache) for part in ids.split(1, 1)], 1)
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for out, ids in zip(pool.map(decode, texts), texts, strict=True):
+            _assert_read(out, extended, ids)
 
 
 def test_two_caches_in_turn(extended: Any) -> None:

@@ -409,6 +409,15 @@ COMMANDS: dict[str, tuple[str, bool]] = {
         True,
     ),
     "llama.cpp": (f"llama-server -m m -c 131072 {FLAGS} {CONTEXT}", True),
+    "llama.cpp, quoted": (
+        f"bash -lc 'llama-server -c 131072 {FLAGS} {CONTEXT},a.b=bool:false'",
+        True,
+    ),
+    "compose, quoted": (
+        "services:\n  a:\n    ports: {8000: 8000}\n    entrypoint: [/bin/sh, -c]\n"
+        f"    command: ['llama-server -c 131072 {FLAGS} {CONTEXT}']\n",
+        True,
+    ),
     "llama.cpp, no length": (f"llama-server -m m -c 131072 {FLAGS}", False),
     "llama.cpp, no YaRN": (f"llama-server {FLAGS} {CONTEXT} --yarn-ext-factor 0", False),
     "llama.cpp, none": (f"llama-server {CONTEXT} --rope-scaling none --rope-scale 4", False),
@@ -470,6 +479,17 @@ BAD: dict[str, tuple[str, str, str]] = {
         "vllm serve m --hf-overrides.rope_parameters 3 --hf-overrides.rope_parameters.factor 2",
         "is inside rope_parameters, which is 3",
     ),
+    "a scaling that is a name": (
+        "told.json",
+        '{"rope_scaling": "yarn"}',
+        "rope parameters are a JSON object, not 'yarn'",
+    ),
+    "a key that is a name": (
+        "told",
+        "x --override-kv llama.context_length=str:long",
+        "context_length is 'long', which is no number",
+    ),
+    "an open quote": ("told", "command: vllm serve 'm", "is no command line"),
     "bytes": ("told", "\udcff", "neither JSON nor GGUF nor text"),
 }
 
@@ -495,7 +515,14 @@ def test_the_command_ends_with_its_verdict(folder: Path, tmp_path: Path, command
         assert (record["equal"], bool(record["differences"])) == (equal, not equal)
 
 
-@pytest.mark.parametrize("record", [{}, {"method": 3, "train_length": 4}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"method": 3, "train_length": 4},
+        {"method": YARN, "train_length": LENGTH, "trained": {"to_dict": 3}},
+    ],
+)
 def test_a_record_that_is_damaged(record: Any, folder: Path, tmp_path: Path) -> None:
     saved = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**saved, "normattn": record}))

@@ -41,9 +41,9 @@ from normattn.score.rotary import scaled
 class RotatedKeyCache(threading.local):
     """Caches one layer's rotated keys; also a forward pre-hook that reads that layer's cache.
 
-    Each thread has its own. It takes as much memory as the keys, and is emptied when they are freed. It works only with
-    transformers' `DynamicCache`. It is off in inference mode, where torch does not count writes to
-    a tensor, with gradients, and while a compiler traces.
+    Each thread has its own. It takes as much memory as the keys, and is emptied when they are
+    freed. It works only with transformers' `DynamicCache`. It is off in inference mode, where torch
+    does not count writes to a tensor, with gradients, and while a compiler traces.
     """
 
     def __init__(self) -> None:

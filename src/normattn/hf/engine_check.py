@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from normattn.errors import InputError
 from normattn.hf.engine_input import (
     ENGINE_NAMES,
@@ -104,7 +106,7 @@ def verify(
     model_file = expand_path(folder)
     if model_file.suffix == ".gguf":
         config = read_gguf_settings(model_file, config_dict(config)).config
-    with explained(str(against), "cannot be compared"):
+    with explained(str(against), "cannot be compared"), torch.device("cpu"):
         settings = read_engine_settings(against, config_dict(config))
         intended = _resolve_intention(config, method, train_length)
         lengths = _lengths_to_compare(intended, config, settings)

@@ -81,13 +81,14 @@ def extend(
     queries and of keys, as in transformers. Raises `InputError` if the model does not support the
     method or a value is not valid.
     """
-    planned = plan(model, method, train_length, **parameters)
-    extension = Extension(planned)
-    try:
-        check_extension(planned)
-    except BaseException:
-        extension.remove()
-        raise
+    with torch.device("cpu"):  # tensors are compared there, whatever the default device
+        planned = plan(model, method, train_length, **parameters)
+        extension = Extension(planned)
+        try:
+            check_extension(planned)
+        except BaseException:
+            extension.remove()
+            raise
     return extension
 
 
@@ -164,6 +165,8 @@ class Extension:
         self._undo_hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
         self._undo_hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
         self._set_attribute(parts.decoder, HANDLE, self)
+        for module in (parts.model, parts.decoder):
+            self._set_attribute(module, "__reduce_ex__", self.__reduce_ex__)
 
     def _replace_attention(self, planned: Plan) -> None:
         """Attach an `ExtendedLayer` to each layer's module.

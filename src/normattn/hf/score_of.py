@@ -127,7 +127,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
             "has a score to find: remove() the extension first"
         )
     model, config = parts.model, parts.config
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         layers = [_read_layer(layer, config) for layer in record_layers(model, tokens)]
     return ModelScore(parts.name, tuple(layers), tokens)
 

@@ -52,7 +52,9 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
     """
     vocabulary, name = model.config.get_text_config().vocab_size, type(model).__name__
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(2, vocabulary - 1), vocabulary, (_BATCH, tokens), generator=generator).to(model.device)
+    ids = torch.randint(
+        min(2, vocabulary - 1), vocabulary, (_BATCH, tokens), generator=generator
+    ).to(model.device)
     layers: list[RecordedLayer] = []
     modules = frozenset(model.modules())
 
