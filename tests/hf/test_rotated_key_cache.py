@@ -5,6 +5,7 @@ A second test counts how many keys are rotated, which is why they are kept.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -122,5 +123,12 @@ def test_two_caches_in_turn(extended: Any) -> None:
             _step(extended, ids[:, at : at + 1], cache)
             for ids, cache in zip(texts, caches, strict=True)
         ]
-    for out, ids in zip(found, texts, strict=True):
+    copied = copy.deepcopy(caches[0])  # a prompt that several texts share
+    for cache, token in ((caches[0], texts[0][:, :1]), (copied, texts[1][:, :1])):
+        found.append(_step(extended, token, cache))
+    for out, ids in zip(
+        found,
+        (*texts, *(torch.cat((texts[0], other[:, :1]), 1) for other in texts)),
+        strict=True,
+    ):
         _assert_read(out, extended, ids)

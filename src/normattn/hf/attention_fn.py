@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.masks import MaskedPositions, masked_positions
+from normattn.hf.plan import rotates_inside
 from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, hide_unselected
 from normattn.hf.rotations import HeadRotation
 from normattn.kernels import AttentionInputs, attend
@@ -38,63 +39,43 @@ from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.rotary import scaled
 
 
-class RotatedKeyCache(threading.local):
-    """Caches one layer's rotated keys; also a forward pre-hook that reads that layer's cache.
+class RotatedKeyCache:
+    """The rotated keys of one layer of a `DynamicCache`, kept there beside the unrotated ones.
 
-    Each thread has its own. It takes as much memory as the keys, and is emptied when they are
-    freed. It works only with transformers' `DynamicCache`. It is off in inference mode, where torch
-    does not count writes to a tensor, with gradients, and while a compiler traces.
+    They take as much memory as the keys. None are kept for other caches, in inference mode, where
+    torch does not count writes to a tensor, with gradients, and while a compiler traces.
     """
 
-    def __init__(self) -> None:
-        self._cache: Any = None
-        self._keys_before: Tensor | None = None
+    def __init__(self, owner: ExtendedLayer) -> None:
+        self.owner = owner
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._rotated: dict[Hashable, Room] = {}
-        self.active = False
 
-    def __call__(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        """Read the cache of the layer before its forward."""
-        cache = None if torch.compiler.is_compiling() else kwargs.get("past_key_values")
-        self._cache = _find_cache_layer(cache, module)
-        self._keys_before = None if self._cache is None else self._cache.keys
-
-    def begin(self, k: Float[Tensor, "b g s d"], new: int, whole: bool) -> None:
-        """Start an attention call with the keys `k`, the last `new` of which were added.
-
-        `whole`: all rows of the batch are rotated at once. Sets `active`: whether this call uses
-        the cache.
-        """
-        cache, before = self._cache, self._keys_before
-        self._cache = self._keys_before = None
-        first = k.shape[2] - new
-        cached = before is not None and cache is not None and cache.keys is k
-        self.active = whole and first > 0 and cached and not (k.is_inference() or k.requires_grad)
-        if not self.active or before is None:
-            self._source = None
-            self._rotated.clear()
-            return
-        if before.shape[2] == first and self._continues(before):
-            for rotated in self._rotated.values():
-                rotated.used = min(rotated.used, first)
+    def begin(self, k: Float[Tensor, "b g s d"], before: Float[Tensor, "b g r d"]) -> None:
+        """Start an attention call with the keys `k`, which continue those `before` this call."""
+        if self._continues(before):
+            for room in self._rotated.values():
+                room.used = min(room.used, before.shape[2])
         else:
             self._rotated.clear()
-        rotated = self._rotated  # of this thread: another may free `k`
-        self._source, self._version = weakref.ref(k, lambda _: rotated.clear()), k._version
+        self._source, self._version = weakref.ref(k), k._version
 
     def rotated(
         self, name: Hashable, k: Float[Tensor, "b g s d"], rotate: Callable[[int], Tensor]
     ) -> Float[Tensor, "b g s d"]:
         """All keys under the rotation `name`; `rotate(first)` rotates those from `first` on."""
-        rotated = self._rotated.get(name)
-        if rotated is None:
+        room = self._rotated.get(name)
+        if room is None:
             # Each block of DynamicNTK rotates all keys by other angles.
-            self._rotated.clear()
-            self._rotated[name] = rotated = Room(2)
-        if rotated.used < k.shape[2]:
-            rotated.append(rotate(rotated.used))
-        return rotated.view(k.shape[2])
+            self._rotated = {name: (room := Room(2))}
+        if room.used < k.shape[2]:
+            room.append(rotate(room.used))
+        return room.view(k.shape[2])
+
+    def __reduce__(self) -> Any:
+        """None, because a copy of the cache has other keys."""
+        return type(None), ()
 
     def _continues(self, before: Tensor) -> bool:
         """Whether `before` is the unmodified keys of the last call, or a prefix of them."""
@@ -106,32 +87,40 @@ class RotatedKeyCache(threading.local):
         return before is source or (same_memory and same_shape)
 
 
-def _find_cache_layer(cache: Any, module: nn.Module) -> Any:
-    """The module's layer of a plain `DynamicCache`; None for other caches."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+def cache_hook(memory: ForwardMemory) -> Callable[..., None]:
+    """A hook before a layer that notes its layer of a plain `DynamicCache`, and the keys in it."""
 
-    index = getattr(module, "layer_idx", None)
-    if type(cache) is not DynamicCache or index is None or index >= len(cache.layers):
-        return None
-    layer = cache.layers[index]
-    return layer if type(layer) is DynamicLayer and layer.is_initialized else None
+    def hook(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        cache, index = kwargs.get("past_key_values"), getattr(module, "layer_idx", None)
+        layers = cache.layers if type(cache) is DynamicCache else ()
+        layer: Any = layers[index] if index is not None and index < len(layers) else None
+        initialised = type(layer) is DynamicLayer and layer.is_initialized
+        memory.keep("cache", (layer, layer.keys) if initialised else None)
+
+    return hook
 
 
-LAYER_ATTRIBUTE = "normattn_layer"
+LAYER_ATTRIBUTE, CACHE_ATTRIBUTE = "normattn_layer", "normattn_rotated_keys"
 
 
-class ForwardMemory(threading.local):
-    """Values that the layers share in one forward; nothing is stored while a compiler traces.
-
-    Each thread has its own.
-    """
+class ForwardMemory:
+    """Values that the layers share in one forward of a thread; none while a compiler traces."""
 
     def __init__(self) -> None:
-        self._values: dict[str, tuple[tuple[object, ...], Any]] = {}
+        self._thread = threading.local()
+
+    @property
+    def _values(self) -> dict[str, tuple[tuple[object, ...], Any]]:
+        # A compiler traces no thread, and its values would be constants of the graph.
+        return {} if torch.compiler.is_compiling() else vars(self._thread)
 
     def clear(self, *_: object) -> None:
         """Empty the memory; takes the arguments of any hook."""
-        self._values = {}
+        self._values.clear()
 
     def get(self, name: str) -> Any:
         """The value of this name, or None."""
@@ -139,8 +128,7 @@ class ForwardMemory(threading.local):
 
     def keep(self, name: str, value: Any) -> None:
         """Store a value."""
-        if not torch.compiler.is_compiling():
-            self._values[name] = (), value
+        self._values[name] = (), value
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], Any]) -> Any:
         """The cached result of `make` for these same input objects; computed if there is none."""
@@ -149,8 +137,7 @@ class ForwardMemory(threading.local):
             a is b for a, b in zip(known_inputs, inputs, strict=True)
         ):
             value = make()
-            if not torch.compiler.is_compiling():
-                self._values[name] = inputs, value
+            self._values[name] = inputs, value
         return value
 
 
@@ -184,8 +171,7 @@ class ModelRoPE(RotaryPosition):
 class ExtendedLayer:
     """The attention of one layer of an extended model: the score of the method.
 
-    Queries and keys arrive rotated by the model, unless the method rotates inside attention;
-    `key_cache` then holds rotated keys.
+    Queries and keys arrive rotated by the model, unless the method rotates inside attention.
     """
 
     def __init__(
@@ -193,11 +179,10 @@ class ExtendedLayer:
         spec: ScoreSpec,
         layer: Layer,
         memory: ForwardMemory,
-        key_cache: RotatedKeyCache | None = None,
     ) -> None:
         q, k = layer.call.q, layer.call.k
-        self.memory, self.key_cache = memory, key_cache
-        self.rotation = rotation = layer.rotation if key_cache is not None else None
+        self.memory = memory
+        self.rotation = rotation = layer.rotation if rotates_inside(spec) else None
         self.scaling = layer.call.scaling
         self._before_rotation: tuple[Tensor, Tensor] | None = None
         self._after_rotation: Tensor | None = None
@@ -250,15 +235,15 @@ class ExtendedLayer:
                 mask, *sizes, position_ids, needs_key_positions, unselected_mask
             ),
         )
-        if self.key_cache is not None:
-            self.key_cache.begin(k, q.shape[2], whole=masked.groups is None)
+        cache = self._key_cache(k) if masked.groups is None and sizes[0] < sizes[1] else None
         if self._before_rotation is not None:
             factors = (factor.to(q.device) for factor in self._before_rotation)
             q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))
         if scaling != self.scaling:
             q = q * (scaling / self.scaling)
         if masked.groups is None:
-            return self._attend(q, k[:, :, : masked.keys], v[:, :, : masked.keys], masked, settings)
+            k, v = k[:, :, : masked.keys], v[:, :, : masked.keys]
+            return self._attend(q, k, v, masked, settings, cache)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
         for group in masked.groups:
             if group.masked.keys:
@@ -267,13 +252,30 @@ class ExtendedLayer:
                 out[queries] = self._attend(q[queries], k[keys], v[keys], group.masked, settings)
         return out
 
+    def _key_cache(self, k: Float[Tensor, "b g s d"]) -> RotatedKeyCache | None:
+        """The rotated keys beside the keys `k` in transformers' cache; None without."""
+        layer, before = self.memory.get("cache") or (None, None)
+        if layer is None or layer.keys is not k or k.is_inference() or k.requires_grad:
+            return None
+        cache: RotatedKeyCache | None = layer.__dict__.get(CACHE_ATTRIBUTE)
+        if cache is None or cache.owner is not self:
+            layer.__dict__[CACHE_ATTRIBUTE] = cache = RotatedKeyCache(self)
+        cache.begin(k, before)
+        return cache
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, masked: MaskedPositions, settings: Mapping[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masked: MaskedPositions,
+        settings: Mapping[str, Any],
+        cache: RotatedKeyCache | None = None,
     ) -> Float[Tensor, "b h t e"]:
-        """Attention at the positions of `masked`; only keys that are not cached are rotated."""
-        score, cache, positions, rotated = self.score, self.key_cache, masked.positions, None
-        cached = cache is not None and cache.active and positions.regular
-        if cache is not None and cached and self.blockwise:
+        """Attention at the positions of `masked`; keys that the cache holds are not rotated."""
+        score, positions, rotated = self.score, masked.positions, None
+        cache = cache if positions.regular else None
+        if cache is not None and self.blockwise:
 
             def rotated(num_keys: int, block: int) -> Tensor:
                 def rotate(first: int) -> Tensor:
@@ -282,7 +284,7 @@ class ExtendedLayer:
 
                 return cache.rotated(block, k[:, :, :num_keys], rotate)
 
-        elif cache is not None and cached:
+        elif cache is not None:
             unrotated = k
 
             def rotate_new(first: int) -> Tensor:
@@ -297,7 +299,7 @@ class ExtendedLayer:
                 inputs = replace(inputs, q=scaled(inputs.q, factor), far_q=far_q)
             return attend(match_autocast(replace(inputs, **settings)))
 
-        plan = AttentionPlan(positions, masked.mask, cached)
+        plan = AttentionPlan(positions, masked.mask, cache is not None)
         return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated_keys=rotated)
 
 

@@ -23,8 +23,8 @@ from normattn.hf.attention_fn import (
     LAYER_ATTRIBUTE,
     ExtendedLayer,
     ForwardMemory,
-    RotatedKeyCache,
     attention_function,
+    cache_hook,
 )
 from normattn.hf.masks import mask_function
 from normattn.hf.model_parts import explained, model_parts
@@ -174,11 +174,9 @@ class Extension:
         Continuous batching and image positions raise an error when they are used.
         """
         for layer in planned.full_layers:
-            key_cache = None
             if layer.rotation is not None and rotates_inside(self.spec):
-                key_cache = RotatedKeyCache()
-                self._add_pre_hook(layer.module, key_cache)
-            extended = ExtendedLayer(self.spec, layer, self._memory, key_cache)
+                self._add_pre_hook(layer.module, cache_hook(self._memory))
+            extended = ExtendedLayer(self.spec, layer, self._memory)
             self._set_attribute(layer.module, LAYER_ATTRIBUTE, extended)
         for method in _CONTINUOUS_BATCHING:
             self._set_attribute(planned.parts.model, method, _refuse_continuous_batching)
