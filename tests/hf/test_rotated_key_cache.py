@@ -108,7 +108,7 @@ def test_threads_decode_side_by_side(extended: Any) -> None:
 
     def decode(ids: Tensor) -> Tensor:
         cache = _CACHE()
-        return torch.cat([_step(extended, part, cache) for part in ids.split(1, 1)], 1)
+        return torch.cat([_step(extended, part, cache) for part in torch.split(ids, 1, 1)], 1)
 
     with ThreadPoolExecutor(len(texts)) as pool:
         for out, ids in zip(pool.map(decode, texts), texts, strict=True):

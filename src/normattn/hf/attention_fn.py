@@ -254,7 +254,7 @@ class ExtendedLayer:
 
     def _key_cache(self, k: Float[Tensor, "b g s d"]) -> RotatedKeyCache | None:
         """The rotated keys beside the keys `k` in transformers' cache; None without."""
-        layer, before = self.memory.get("cache") or (None, None)
+        layer, before = self.memory.get("cache") or (None, k)
         if layer is None or layer.keys is not k or k.is_inference() or k.requires_grad:
             return None
         cache: RotatedKeyCache | None = layer.__dict__.get(CACHE_ATTRIBUTE)

@@ -82,14 +82,7 @@ def extend(
     method or a value is not valid.
     """
     with torch.device("cpu"):  # tensors are compared there, whatever the default device
-        planned = plan(model, method, train_length, **parameters)
-        extension = Extension(planned)
-        try:
-            check_extension(planned)
-        except BaseException:
-            extension.remove()
-            raise
-    return extension
+        return Extension(plan(model, method, train_length, **parameters))
 
 
 def extension_of(model: Any) -> Extension | None:
@@ -112,6 +105,7 @@ class Extension:
         self._attention: str | None = None
         try:
             self._switch_on(planned)
+            check_extension(planned)
         except BaseException:
             self.remove()
             raise

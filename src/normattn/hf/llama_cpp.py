@@ -220,10 +220,10 @@ def resolve_settings(
     wrote into the file, `divisors` its tensors that divide frequencies. Raises `InputError` for a
     value that llama.cpp would not read, and for settings that transformers cannot express.
     """
-    for name, value in keys.items():
-        numeric = name.startswith(("rope.", "context_length", "attention.sliding"))
-        if numeric and name != "rope.scaling.type" and isinstance(value, str):
-            raise InputError(f"{file}: {name} is {value!r}, which is no number")
+    for key in keys:
+        numeric = key.startswith(("rope.", "context_length", "attention.sliding"))
+        if numeric and key != "rope.scaling.type" and isinstance(keys[key], str):
+            raise InputError(f"{file}: {key} is {keys[key]!r}, which is no number")
     numbers = _parse_numbers(flags, file)
     # Some architectures (grok, laguna) read these keys, llama does not: a llama file with betas 16
     # and 2 gave other probabilities than the same values as flags.
