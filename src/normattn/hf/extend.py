@@ -156,8 +156,9 @@ class Extension:
             name = self._register_attention(implementation, bool(selecting), bool(hooked))
             self._attention = name
             self._use_attention(planned, name)
-        self._undo_hook(parts.decoder.register_forward_pre_hook(self._begin_forward))
-        self._undo_hook(parts.decoder.register_forward_hook(self._memory.clear, always_call=True))
+        begin = parts.decoder.register_forward_pre_hook(self._begin_forward)
+        end = parts.decoder.register_forward_hook(self._memory.clear, always_call=True)
+        self._undo += [begin.remove, end.remove]
         self._set_attribute(parts.decoder, HANDLE, self)
         for module in (parts.model, parts.decoder):
             self._set_attribute(module, "__reduce_ex__", self.__reduce_ex__)
@@ -234,11 +235,8 @@ class Extension:
                     "extended: remove() the extension first"
                 )
 
-    def _undo_hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
     def _add_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        self._undo_hook(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         attributes = module.__dict__

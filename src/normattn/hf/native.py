@@ -143,9 +143,7 @@ def _computes_method(
             tables = read_tables(rotary_class(config)(x, ids, *args), [spectrum])
         except Exception:  # another signature, or an unknown layer type
             continue
-        if tables is None or tables.layout != expected.layout:
-            continue
-        if tables.amplitude == spectrum[1]:
+        if tables and (tables.layout, tables.amplitude) == (expected.layout, spectrum[1]):
             return True
     return False
 
@@ -249,8 +247,7 @@ def save_with_method(
     model.__dict__["save_pretrained"] = save_pretrained
     undo.callback(model.__dict__.pop, "save_pretrained", None)
     if adapted is None:
-        hook = model.register_state_dict_pre_hook(_refuse_adapter_alone(spec))
-        undo.callback(hook.remove)
+        undo.callback(model.register_state_dict_pre_hook(_refuse_adapter_alone(spec)).remove)
         return undo.close
     save_adapter = adapted.save_pretrained
 

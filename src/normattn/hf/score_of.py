@@ -211,9 +211,8 @@ def _rotary_layouts(
 ) -> Iterator[RotaryLayout]:
     """Possible layouts: of the first features before the last, not reordered ones before others."""
     d, rope = layer.q.shape[-1], rope_of(config, layer.index)
-    factors = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
-    shares = (x for x in factors if isinstance(x, int | float) and 0 < x <= 1)
-    sizes = [max(2, int(d * share) // 2 * 2) for share in shares]
+    shares = (rope.get("partial_rotary_factor"), getattr(config, "partial_rotary_factor", None))
+    sizes = [max(2, int(d * x) // 2 * 2) for x in shares if isinstance(x, float) and 0 < x <= 1]
     first = [(size, 0) for size in dict.fromkeys((*sizes, d))]
     last = [(size, d - size) for size in sizes if size < d]
     if unrotated.shared_size is not None:
