@@ -156,7 +156,7 @@ def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
     contexts.enter_context(autocast)
     scores = [shape.score]
     if isinstance(shape, TranslatorConfig) and shape.decoder_score is not None:
-        scores += [shape.decoder_score, shape.across]
+        scores += [shape.decoder_score, shape.resolved_cross_score]
     names = dict.fromkeys(score.name for score in scores)
     split = "held-out" if args.text is None else "given"
     identity = Identity("", " + ".join(names), str(shape.score), config.seed, split=split)

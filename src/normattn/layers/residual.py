@@ -16,7 +16,7 @@ from normattn.errors import InputError, require_sizes
 from normattn.kernels.numerics import at_least_float32
 
 
-class Placed(nn.Module):
+class ResidualConnection(nn.Module):
     """Base class of a sub-layer f with an optional norm N and dropout."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Placed(nn.Module):
         return ", ".join(f"{name}={x:.6g}" for name, x in settings.items() if x is not None)
 
 
-class PreLN(Placed):
+class PreLN(ResidualConnection):
     """x + f(N(x)). The stack needs one more norm after its last block. Source: arXiv 2002.04745."""
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
@@ -48,7 +48,7 @@ class PreLN(Placed):
         return x + self.branch(self.normed(x), context)
 
 
-class PostLN(Placed):
+class PostLN(ResidualConnection):
     """N(x + f(x)), the first Transformer's. Source: arXiv 1706.03762."""
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
@@ -56,7 +56,7 @@ class PostLN(Placed):
         return self.normed(x + self.branch(x, context))
 
 
-class DeepNorm(Placed):
+class DeepNorm(ResidualConnection):
     """N(α·x + f(x)), with α from `deepnorm_factors`. Source: arXiv 2203.00555."""
 
     def __init__(
@@ -70,7 +70,7 @@ class DeepNorm(Placed):
         return self.normed(torch.add(self.branch(x, context), x, alpha=self.alpha))
 
 
-class ReZero(Placed):
+class ReZero(ResidualConnection):
     """x + α·f(N(x)) with one learned number α, which begins at `start`.
 
     With start 0 a block begins as the identity. `norm=None` leaves N out. Source: arXiv 2003.04887;
@@ -93,7 +93,7 @@ class ReZero(Placed):
         return x + self.alpha * self.branch(self.normed(x), context)
 
 
-class NGPT(Placed):
+class NGPT(ResidualConnection):
     """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere from x towards the sub-layer's output.
 
     N has no gain. α is learned for each feature and begins at `start`; its parameter is α in units
@@ -122,7 +122,7 @@ class NGPT(Placed):
         return self.normed(torch.lerp(x, self.normed(self.branch(x, context)), step))
 
 
-class FixedScale(Placed):
+class FixedScale(ResidualConnection):
     """x + ε·f(x) with a fixed ε and no norm. Source: kexue 8027, with ε = 0.1."""
 
     def __init__(self, sublayer: nn.Module, scale: float = 0.1, dropout: float = 0.0) -> None:
@@ -164,7 +164,7 @@ class LayerOutputs(NamedTuple):
         return LayerOutputs((*self.sums[:-1], self.sums[-1] + output), self.sublayers + 1)
 
 
-class AttnRes(Placed):
+class AttnRes(ResidualConnection):
     """f(N(h)), h = Σ_i α_i·v_i: attention over the outputs of the sub-layers below, not their sum.
 
     v_0 is the embedding and v_i the output of sub-layer i, or the sum of the outputs of a `block`

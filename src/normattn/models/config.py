@@ -414,7 +414,7 @@ class TranslatorConfig(StackConfig):
         return DecoderConfig(**{**fields, **decoder})
 
     @property
-    def across(self) -> ScoreSpec:
+    def resolved_cross_score(self) -> ScoreSpec:
         """The score of cross-attention."""
         assert self.cross_score is not None
         return self.cross_score

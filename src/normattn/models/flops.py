@@ -86,7 +86,7 @@ def translator_flops(config: TranslatorConfig, source_length: int, target_length
     keys_and_values = 4 * stack.layers * config.dim * kv_width
     queries_and_head = 4 * stack.layers * config.dim * width + 2 * config.target_size * config.dim
     pairs = target_length * source_length
-    cross = _attention_flops(stack, config.across, target_length, lambda spec: pairs)
+    cross = _attention_flops(stack, config.resolved_cross_score, target_length, lambda spec: pairs)
     return Flops(
         source_length * (encoder.weights + keys_and_values)
         + target_length * (decoder.weights + queries_and_head),

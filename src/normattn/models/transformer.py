@@ -29,9 +29,9 @@ from normattn.layers.residual import (
     DeepNorm,
     FixedScale,
     LayerOutputs,
-    Placed,
     PostLN,
     PreLN,
+    ResidualConnection,
     ReZero,
 )
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
@@ -264,7 +264,7 @@ class Block(nn.Module):
         return x if self.feed_forward is None else self.feed_forward(x)
 
 
-def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> Placed:
+def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> ResidualConnection:
     """Wrap a sub-layer in the configured placement of norm and residual."""
     dim, dropout = config.dim, config.dropout
     match config.placement:

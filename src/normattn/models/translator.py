@@ -81,7 +81,7 @@ class Translator(nn.Module):
         self.target_norm = make_embedding_norm(config)
         self.encoder = Blocks(config)
         self.encoder_norm = make_final_norm(config)
-        self.decoder = Blocks(decoder, config.across)
+        self.decoder = Blocks(decoder, config.resolved_cross_score)
         self.decoder_norm = make_final_norm(config)
         self.head = None if tied else nn.Linear(dim, target_size, bias=False)
         initialise(self, config)

@@ -203,6 +203,14 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
             measured=f"{row}, same final tokens: {ends}",
             margin=MATTERS,
         )
+    for row in ("KNA", "CosA"):
+        yield post_claim(
+            f"the loss of {row} does not explode as Baseline's does: longer contexts raise it less",
+            lm.LOSS_CHANGE.at(variant=row) - lm.LOSS_CHANGE.at(variant="Baseline"),
+            measured=f"change of {row} − change of Baseline, loss on the same final tokens",
+            sign=-1,
+            matters=None,
+        )
     yield post_claim(
         "KNA does not extrapolate without rotary positions: longer contexts hurt KNA-NoPE",
         change.at(variant="KNA-NoPE"),

@@ -50,6 +50,9 @@ LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
 """Accuracy on the same final tokens after the longest context minus after the shortest."""
 UNMODIFIED_CHANGE = CHANGE.at(method="")
+_LAST_LOSS = LOSS.at(protocol="last_segment", method="")
+LOSS_CHANGE = _LAST_LOSS.at(LONGEST) - _LAST_LOSS.at(SHORTEST)
+"""The same for the loss, of unmodified models."""
 
 LEGEND = (
     "At the training length: always without a method. Repeated text: a segment, repeated to fill "
