@@ -30,6 +30,10 @@ EIGHT = tuple(
     f"{name}{logn}" for name in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
 CONTROLS = (*KEYNORM[2:], "KNA-NoPE", "Baseline-ALiBi", "Baseline-HWFA")
+NEWER = (
+    *("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-VORoPE"),
+    "Baseline-ScaleInvariant",
+)
 BLOCKS = {
     "the unchanged preset": "gated attention unit under DeepNorm",
     "multi-head attention and SwiGLU": "multi-head attention, SwiGLU",
@@ -331,9 +335,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
     "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),
-    "newer": partial(
-        changes, "keynorm-base", ("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-VORoPE")
-    ),
+    "newer": partial(changes, "keynorm-base", NEWER),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
