@@ -121,6 +121,12 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
         "attention factor: ",
         "",
     ),
+    "parallel requests": (
+        f"llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx {LENGTH} "
+        "--override-kv llama.context_length=int:256 --ctx-size 256 -np 2",
+        "longest text: 128 instead of 256 tokens",
+        "",
+    ),
     "too short": (
         f"vllm serve m --hf-overrides '{json.dumps({'rope_parameters': YARN_WORDS})}' "
         "--max-model-len 128",
@@ -378,6 +384,14 @@ COMMANDS: dict[str, tuple[str, bool]] = {
     "vLLM, underscores": (f"vllm serve m --hf_overrides='{JSON}' --max_model_len 131072", True),
     "vLLM, YAML": (f"model: m\nhf-overrides: {JSON}\nmax-model-len: 131072\n", True),
     "vLLM, beyond": (f"vllm serve m --hf-overrides '{JSON}' --max-model-len 1000000", False),
+    "llama.cpp, four requests": (
+        f"llama-server -m m.gguf {FLAGS} {CONTEXT} -c {16 * TRAINED} -np 4",
+        True,
+    ),
+    "llama.cpp, four requests share": (
+        f"llama-server -m m.gguf {FLAGS} {CONTEXT} -c {4 * TRAINED} -np 4 -kvu",
+        True,
+    ),
     "vLLM, length not raised": (
         f"vllm serve m --rope-scaling '{ROPE}' --max-model-len 128K",
         False,

@@ -39,6 +39,7 @@ _ALLOW_LONG = {
 """Environment variables that let an engine serve more than the length it derives."""
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
+_SHORT = {"-c": "--ctx-size", "-np": "--parallel", "-kvu": "--kv-unified"}
 _PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
 _MAX_BYTES = 1 << 20
@@ -252,11 +253,13 @@ def _parse_command(
             flags.setdefault(ENVIRONMENT[name], value)  # a flag takes precedence
         if name in _ALLOW_LONG and value.strip().lower() in ("1", "true"):
             allows_long.add(_ALLOW_LONG[name])
-        if not re.match(r"--?[A-Za-z]", name) or not (equals or following is not None):
+        if not re.match(r"--?[A-Za-z]", name):
+            continue
+        flag, _, path = name.partition(".")
+        flag = _SHORT.get(flag, flag.replace("_", "-"))  # vLLM and llama.cpp accept both
+        if not equals and following is None and flag != "--kv-unified":
             continue
         value = value if equals else str(following)
-        flag, _, path = name.partition(".")
-        flag = flag.replace("_", "-")  # vLLM and llama.cpp accept both
         if flag in _OVERRIDES and path:
             *outer, last = path.split(".")
             inner: Any = overrides
@@ -276,7 +279,7 @@ def _parse_command(
             where = f"{file}: --override-kv"
             keys |= dict(_parse_gguf_key(key, f"{where} {key!r}") for key in value.split(","))
         else:
-            flags["--ctx-size" if flag == "-c" else flag] = value
+            flags[flag] = value
     return overrides, keys, flags, allows_long
 
 

@@ -143,10 +143,12 @@ _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _SCALE_FLAGS = ("--rope-scale", "--rope-freq-scale")
 FLAGS = frozenset(
     {"--ctx-size", "--rope-freq-scale", "--yarn-ext-factor", "--yarn-attn-factor"}
+    | {"--parallel", "--kv-unified"}
     | {flag for _, _, flag in _FIELDS.values()}
 )
 ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name in FLAGS} | {
-    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling"
+    "LLAMA_ARG_ROPE_SCALING_TYPE": "--rope-scaling",
+    "LLAMA_ARG_N_PARALLEL": "--parallel",
 }
 
 
@@ -257,6 +259,8 @@ def resolve_settings(
         rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
         rope |= {_ORIGINAL: context, "short_factor": factors, "long_factor": factors}
     ctx_size, ignored = int(numbers.get("--ctx-size", 0)), []
+    if "--kv-unified" not in flags:  # each of the parallel requests has an equal part
+        ctx_size //= max(1, int(numbers.get("--parallel", 1)))
     if flags.get("--rope-scaling") == "none" and flags.keys() & {*_SCALE_FLAGS}:
         ignored.append("--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1")
     if yarn and "--yarn-attn-factor" in flags:
@@ -266,7 +270,7 @@ def resolve_settings(
         )
     if context and ctx_size > context:
         ignored.append(
-            f"--ctx-size {ctx_size:,} is cut to the file's context_length, {context:,}: say "
+            f"--ctx-size is cut to the file's context_length, {context:,}: say "
             "--override-kv ARCH.context_length=int:…"
         )
     amplitude = float(keys.get("rope.scaling.attn_factor", 1.0))
@@ -280,7 +284,7 @@ def resolve_settings(
 
 def _parse_numbers(flags: Mapping[str, str], file: str) -> dict[str, float]:
     numbers = {}
-    for name in flags.keys() - {"--rope-scaling"}:
+    for name in flags.keys() - {"--rope-scaling", "--kv-unified"}:
         try:
             value = float(flags[name])
         except ValueError as error:

@@ -79,7 +79,9 @@ def compact_mask(
     if attention_mask is not None:  # keys beyond its end are hidden
         missing = max(0, used - attention_mask.shape[-1])
         real = torch.nn.functional.pad(attention_mask.bool(), (0, missing))[:, :used]
-    if not fixed and (real is None or bool(real.all())):
+    # A graph cannot depend on whether there is padding.
+    padded = real is not None and (torch.compiler.is_compiling() or not bool(real.all()))
+    if not fixed and not padded:
         return torch.empty((1, 1, 0, used), dtype=_COMPACT_DTYPE, device=device)
     if real is None:
         positions = torch.arange(used, device=device)[None]
