@@ -289,6 +289,7 @@ def test_the_command_line(tmp_path: Path, command: Command) -> None:
         (): "--emit needs one method",
         ("--methods", "YaRN", "--window", "4"): "none of --methods takes a window",
         ("--methods", "YaRN", "--emit", "ollama"): "ollama",
+        ("--methods", "YaRN(factor=2)", "--lengths", 4 * LENGTH): "reaches",
     }
     for more, why in refusals.items():
         said = command(*base, *more)

@@ -67,10 +67,13 @@ def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> D
     length, max_length = settings.train_length, settings.lengths[-1]
     parameters = {name: getattr(settings, name) for name in open_parameters(method)}
     planned = plan(model, method, length, **parameters)
-    if args.lengths is None:
-        max_length = int(
-            length * getattr(planned.spec.rope_scaling, "stretch", max_length / length)
+    reach = round(length * getattr(planned.spec.rope_scaling, "stretch", max_length / length))
+    if args.lengths is not None and max_length > reach:
+        raise InputError(
+            f"{planned.spec.method_text} reaches {reach:,} tokens, but --lengths asks for "
+            f"{max_length:,}: leave --factor out, or give a larger one"
         )
+    max_length = reach if args.lengths is None else max_length
     text = config.get_text_config()
     architecture = architecture_of(text.model_type)
     if source.suffix == ".gguf":
