@@ -196,26 +196,32 @@ def copying_columns(view: View) -> list[Column]:
 
 
 def in_short(view: View) -> list[str]:
-    """How much longer context changes accuracy: Baseline, the best other score, the best method."""
-    changes: dict[str, dict[str, float]] = {}
+    """How much longer context changes accuracy: Baseline, the best scores, the best method.
+
+    The best of the source's scores and of all others are those whose intervals begin highest: seeds
+    that differ widely are no lead.
+    """
+    changes: dict[str, dict[str, Estimate]] = {}
     for row in rows_of(view.evaluated):
         estimate = view.estimate(CHANGE, row.where)
         if estimate is not None:
-            changes.setdefault(row.where["method"], {})[row.where["row"]] = estimate.value
+            changes.setdefault(row.where["method"], {})[row.where["row"]] = estimate
     unmodified = changes.get("", {})
     if not unmodified:
         return []
     lengths = view.lengths("last_segment")
-    others = {row: value for row, value in unmodified.items() if row != "Baseline"}
-    reported = ["Baseline"] if "Baseline" in unmodified else []
-    reported += [max(others, key=others.__getitem__)] if others else []
-    values = ", ".join(f"{row} {unmodified[row]:+.1f}" for row in reported)
+    lower = {row: e.value if e.low is None else e.low for row, e in unmodified.items()}
+    scores = [row for row in lower if row in VARIANT_ORDER and row != "Baseline"]
+    reported = ["Baseline"] if "Baseline" in lower else []
+    for rows in (scores, [row for row in lower if row not in VARIANT_ORDER]):
+        reported += [max(rows, key=lower.__getitem__)] if rows else []
+    values = ", ".join(f"{row} {unmodified[row].value:+.1f}" for row in reported)
     sentences = [
         f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
         f"same final tokens, unmodified models, in points: {values}."
     ]
     rescued = {
-        method: rows["Baseline"]
+        method: rows["Baseline"].value
         for method, rows in changes.items()
         if method not in ("", CONTROL) and "Baseline" in rows
     }
