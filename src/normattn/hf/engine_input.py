@@ -39,7 +39,7 @@ _ALLOW_LONG = {
 """Environment variables that let an engine serve more than the length it derives."""
 _OVERRIDES = ("--hf-overrides", "--json-model-override-args")
 _LENGTHS = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "--ctx-size"}
-_SHORT = {"-c": "--ctx-size", "-np": "--parallel", "-kvu": "--kv-unified"}
+_SHORT_FLAGS = {"-c": "--ctx-size", "-np": "--parallel", "-kvu": "--kv-unified"}
 _PROGRAMS = {"llama-": "llama.cpp", "vllm": "vllm", "sglang": "sglang"}
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
 _MAX_BYTES = 1 << 20
@@ -256,7 +256,7 @@ def _parse_command(
         if not re.match(r"--?[A-Za-z]", name):
             continue
         flag, _, path = name.partition(".")
-        flag = _SHORT.get(flag, flag.replace("_", "-"))  # vLLM and llama.cpp accept both
+        flag = _SHORT_FLAGS.get(flag, flag.replace("_", "-"))  # vLLM and llama.cpp accept both
         if not equals and following is None and flag != "--kv-unified":
             continue
         value = value if equals else str(following)
