@@ -301,15 +301,15 @@ def _words(text: str, file: str) -> list[str]:
         raise InputError(f"{file} is no command line: {error}") from error
 
 
-def _unquoted(words: Iterable[str]) -> Iterator[str]:
-    """The words, with those of a command in quotes (`sh -c "vllm serve …"`) in its place."""
+def _unquoted(arguments: Iterable[str]) -> Iterator[str]:
+    """The arguments, with those of a quoted command (`sh -c "vllm serve …"`) in its place."""
     shell = False
-    for word in words:
-        if " --" in word:
-            yield from _unquoted(shlex.split(word))
-        elif not (shell and word.startswith("-")):
-            yield word
-        shell = Path(word).name in ("sh", "bash")
+    for argument in arguments:
+        if " --" in argument:
+            yield from _unquoted(shlex.split(argument))
+        elif not (shell and argument.startswith("-")):
+            yield argument
+        shell = Path(argument).name in ("sh", "bash")
 
 
 def _yaml_words(content: Any) -> Iterator[str]:

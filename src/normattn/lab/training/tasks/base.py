@@ -191,6 +191,8 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
     `config.keep` to `out/kept/step-N/`. A finished run returns at once. Raises like `train`, and
     `InputError` for unusable data, the directory of another run, or too little memory.
     """
+    if reserved := options.keys() & {"on_start", "export", "export_kept"}:
+        raise InputError(f"train_model sets {', '.join(sorted(reserved))} itself")
     out = Path(out)
 
     def open_run() -> RunDirectory:
