@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from normattn.cli.options import List
-from normattn.score import grammar
+from normattn.score import ScoreSpec, grammar
 from normattn.score.compatibility import combinations, example, needs
 from normattn.score.parts import Part, parts
 from normattn.score.recipes import RECIPES, recipe
@@ -27,6 +27,8 @@ def show_components(options: List) -> None:
     if options.name is not None:
         names = {part.name for part, _ in grammar.read(options.name)[0]}
         known = {key: part for key, part in known.items() if key in names}
+        if len(known) > 1:
+            ScoreSpec.parse(options.name)  # Raises where they cannot be combined.
     if options.as_json:
         records = [describe(key, part) for key, part in known.items()]
         print(json.dumps(records, indent=2, ensure_ascii=False))

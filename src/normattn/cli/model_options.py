@@ -102,7 +102,9 @@ Another model, text or length needs another directory. Time grows with the squar
     )
     dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
-    threads: int | None = option(None, min=1, help="CPU threads. [default: as torch chooses]")
+    threads: int | None = option(
+        None, min=1, max=1024, help="CPU threads. [default: as torch chooses]"
+    )
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")
     save: Path | None = option(
         None,

@@ -173,7 +173,7 @@ every method that its score supports.
     )
     max_tokens: int = option(16384, min=1, help="Tokens per batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses windows and repeated segments.")
-    threads: int = option(1, min=1, help="CPU threads of this process.")
+    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ Only the answers go to stdout.
     )
     stop: list[str] | None = option(None, help="Stop string; may be repeated.")
     seed: int = option(0, min=0, help="Sampling seed; prompt r uses SEED + r.")
-    threads: int = option(1, min=1, help="CPU threads of this process.")
+    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +310,7 @@ The columns are explained in the report, and in docs/diagnostics.md.
         help="auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "
         "transformers auto]",
     )
-    threads: int = option(1, min=1, help="CPU threads of this process.")
+    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
 
 
 @dataclass(frozen=True, kw_only=True)

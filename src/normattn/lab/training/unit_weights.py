@@ -11,21 +11,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
-from normattn.layers import NGPT, CrossAttention
+from normattn.layers import CrossAttention
 from normattn.layers.attention import SelfAttention
 from normattn.layers.feed_forward import GELU, SwiGLU
 
 
 class UnitWeights:
-    """Normalises the trained matrices of a model; `InputError` unless its placement is nGPT."""
+    """Normalises the trained matrices of a model with placement nGPT."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        if not any(isinstance(module, NGPT) for module in modules):
-            raise InputError(
-                "unit_weights is true, but weight norms may only be fixed with placement nGPT"
-            )
         outputs = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
         outputs |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}
         # Keyed by parameter, so that a tied head counts once.

@@ -87,6 +87,8 @@ class ModelTrainingConfig(LoopConfig, ABC):
                 raise ValueError(
                     f"model.{name} is {value} but the data makes it {expected}; leave it out"
                 )
+        if self.unit_weights and self.model.placement != "nGPT":
+            raise ValueError("unit_weights fixes weight norms: that needs model.placement nGPT")
         return self
 
     @abstractmethod
