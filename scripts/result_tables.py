@@ -32,7 +32,7 @@ EIGHT = tuple(
 CONTROLS = (*KEYNORM[2:], "KNA-NoPE", "Baseline-ALiBi", "Baseline-HWFA")
 NEWER = (
     *("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-VORoPE"),
-    "Baseline-ScaleInvariant",
+    *("Baseline-ScaleInvariant", "Baseline-T5Bias"),
 )
 BLOCKS = {
     "the unchanged preset": "gated attention unit under DeepNorm",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from cli.conftest import Command
 from normattn import InputError, ScoreSpec
 from normattn.kernels import BACKENDS
+from normattn.models.config import StackConfig
 from normattn.score.compatibility import combinations, example, needs
 from normattn.score.parts import parts
 
@@ -71,12 +72,24 @@ def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, A
         assert kernel in served
 
 
+@pytest.mark.parametrize("setting", ["placement", "norm"])
+def test_every_residual_connection_and_norm_has_an_entry(command: Command, setting: str) -> None:
+    overview = command("list").out
+    for name in get_args(get_type_hints(StackConfig)[setting]):
+        assert name in overview
+        (entry,) = json.loads(command("list", name, "--json").out)
+        assert entry["setting"] == f"model.{setting}"
+        assert entry["description"] in command("list", name).out
+
+
 def test_entries_of_a_score_and_of_a_model(command: Command) -> None:
     names = [part["name"] for part in json.loads(command("list", "KNA-logn-YaRN", "--json").out)]
     assert names == ["KNA", "logn", "YaRN"]
     shown = command("list", "gpt-OSS").out
     assert shown.startswith("gpt-OSS: Baseline-RoPE(base=150000)-YaRN(")
     assert "Sink  sink, training-time" in shown
+    clash = command("list", "KNA-YaRN-PI")
+    assert (clash.code, clash.out) == (2, "")
     said = command("list", "YaRM")
     assert (said.code, said.out) == (2, "")
     assert "did you mean YaRN" in said.sentence

@@ -100,6 +100,14 @@ COMPOSED = (
     *("NGPT-RotateFirst", "Baseline-ASScale-Entmax"),
     *("QKNorm2020-KERPLELog", "KNA-logn-Selective", "QKRMSNorm-Sigmoid", "KNA-logn-Gate"),
 )
+STACKS: dict[str, dict[str, Any]] = {
+    "placement AttnRes": {"placement": "AttnRes"},
+    "placement AttnRes, residual_block 3": {"placement": "AttnRes", "residual_block": 3},
+    "placement nGPT": {"placement": "nGPT"},
+    "norm dyt": {"norm": "dyt"},
+    "norm derf": {"norm": "derf"},
+}
+"""Norms and residual connections around Baseline: settings of the model."""
 NOT_CAUSAL = ("QKBatchNorm", "QBatchNorm", "KBatchNorm", "QKInstanceNorm", "KNA-logn", "CosA")
 
 
@@ -111,6 +119,7 @@ def score_names() -> Iterator[str]:
     for variant in ("Baseline", "KNA"):
         yield from (f"{variant}-{part}" for part in (*POSITIONS, *SCALINGS, *BIASES, *OTHERS))
     yield from COMPOSED
+    yield from STACKS
 
 
 def scored_model(score: str) -> Any:
@@ -124,7 +133,7 @@ def scored_model(score: str) -> Any:
         heads=2,
         kv_heads=1 if "DifferentialV2" in score else None,
         train_length=TRAIN_LENGTH,
-        score=score,  # type: ignore[arg-type]
+        **STACKS.get(score, {"score": score}),
     )
     return with_weights(CausalLM(config))
 

@@ -160,6 +160,7 @@ def lost_shard(folder: Path) -> None:
 
 SHARDED: dict[str, Damage] = {
     "index deep": written("model.safetensors.index.json", b"[" * 100_000),
+    "index without files": written("model.safetensors.index.json", b"{}"),
     "index to the folder above": outside("../other/model.safetensors"),
     "shard missing": lost_shard,
 }

@@ -1,8 +1,9 @@
-"""`normattn list`: list and describe the components of a score."""
+"""`normattn list`: list and describe the components of a score, residual connections and norms."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,25 @@ from normattn.terminal import Console
 TOKENS, HEADS, HEAD_DIM, LAYERS = 2048, 4, 64, 4
 """The attention shape for which the kernel is shown."""
 DEVICES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
+MODULES = {
+    "model.placement": {
+        **{name: name for name in ("PreLN", "PostLN", "DeepNorm", "ReZero", "FixedScale")},
+        "ReZeroNoNorm": "ReZero",
+        "AttnRes": "AttnRes",
+        "nGPT": "NGPT",
+    },
+    "model.norm": {"rms": "RMSNorm", "layer": "LayerNorm", "dyt": "DyT", "derf": "Derf"},
+}
+"""The classes in `normattn.layers` of a model's residual connections and norms, by setting."""
 
 
 def show_components(options: List) -> None:
     """Print every component of a score, or describe those of `options.name`."""
     known, console = parts(), Console(highlight=False)
+    for setting, modules in MODULES.items():
+        if options.name in modules:
+            _show_module(console, options.name, setting, modules[options.name], options.as_json)
+            return
     if options.name is not None:
         names = {part.name for part, _ in grammar.read(options.name)[0]}
         known = {key: part for key, part in known.items() if key in names}
@@ -56,8 +71,22 @@ def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
         line = f"  [bold cyan]{name:<{width}}[/]  {escape(part.summary)}"
         full = not console.is_terminal
         console.print(line, no_wrap=True, soft_wrap=full, overflow=None if full else "ellipsis")
-    console.print(f"[bold underline]models[/]  {', '.join(RECIPES)}")
-    console.print("normattn list NAME shows the entry of a component, a score or a model.")
+    for title, names in {**MODULES, "models": RECIPES}.items():
+        console.print(f"[bold underline]{title}[/]  {', '.join(names)}")
+    console.print("normattn list NAME shows the entry of any of these, or of a score.")
+
+
+def _show_module(console: Console, name: str, setting: str, module: str, as_json: bool) -> None:
+    """Print what a residual connection or a norm computes: its class's documentation."""
+    from normattn.layers import norms, residual
+
+    description = inspect.getdoc({**vars(norms), **vars(residual)}[module])
+    if as_json:
+        record = {"name": name, "setting": setting, "description": description}
+        print(json.dumps([record], indent=2, ensure_ascii=False))
+    else:
+        console.print(f"[bold cyan]{name}[/]  [dim]{setting}[/]")
+        console.print(escape(str(description)), soft_wrap=True)
 
 
 def describe(name: str, part: type[Part]) -> dict[str, Any]:

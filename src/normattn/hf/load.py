@@ -254,9 +254,10 @@ def _check_files(folder: Path, gguf: str | None, config: Any) -> None:
             with open_file(entry):
                 pass
     index = folder / "model.safetensors.index.json"
-    with explained(source):
-        shards = read_object(index)["weight_map"].values() if index.exists() else ()
-    if any(Path(str(name)).name != name for name in shards):
+    shards = read_object(index).get("weight_map") if index.exists() else {}
+    if not isinstance(shards, Mapping):
+        raise InputError(f"{index} has no weight_map of tensors to files")
+    if any(Path(str(name)).name != name for name in shards.values()):
         raise InputError(f"{index} points outside its folder")
     files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
     if not files:
