@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from normattn.layers.attention import Attention
 from normattn.layers.feed_forward import SwiGLU
 from normattn.layers.residual import DeepNorm, ReZero
 from normattn.models.causal_lm import CausalLM
-from normattn.models.config import CausalLMConfig
+from normattn.models.config import CausalLMConfig, Placement
 from normattn.score import ScoreSpec
 
 VOCABULARY, LENGTH = 23, 16
@@ -197,6 +197,15 @@ def test_bfloat16_autocast_follows_full_precision(which: tuple[str, str]) -> Non
     torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
     torch.autograd.backward(loss)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("placement", get_args(Placement))
+def test_a_model_in_bfloat16_follows_full_precision(placement: str) -> None:
+    model, ids = _model(heads=2, placement=placement).float(), _ids(2, 17)
+    exact = model(ids)
+    logits = model.bfloat16()(ids)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
 
 
 @pytest.fixture

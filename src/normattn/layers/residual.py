@@ -151,7 +151,7 @@ class LayerOutputs(NamedTuple):
             x = v.to(at_least_float32(v.dtype))
             inverse_rms = torch.rsqrt(x.square().mean(-1) + eps)
             logits.append((x * query.to(x.dtype)).sum(-1) * inverse_rms)
-        weights = torch.stack(logits).softmax(0)[..., None]
+        weights = torch.stack(logits).softmax(0)[..., None].to(self.sums[0].dtype)
         mixture = weights[0] * self.sums[0]
         for weight, v in zip(weights[1:], self.sums[1:], strict=True):
             mixture = mixture + weight * v
