@@ -24,6 +24,7 @@ PRELOADED = (
     *("torch._functorch.aot_autograd", "torch._inductor.codecache", "torch._inductor.lowering"),
     "torch.export._trace",
     *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.runner"),
+    "transformers.models.llama.modeling_llama",
 )
 
 
@@ -69,9 +70,16 @@ class Program:
         """Whether it is over."""
         return self._process.exitcode is not None
 
+    def printed(self) -> str:
+        """What it has said on stdout so far."""
+        return self._so_far("out")
+
     def complained(self) -> str:
         """What it has said on stderr so far."""
-        file = Path(self._folder.name, "err")
+        return self._so_far("err")
+
+    def _so_far(self, name: str) -> str:
+        file = Path(self._folder.name, name)
         return file.read_text() if file.exists() else ""
 
     def clear(self) -> None:

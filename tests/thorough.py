@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from normattn.lab.stats import measurements
 
 
 def few(values: Iterable[Any], always: Callable[[Any], bool]) -> list[Any]:
@@ -31,10 +30,12 @@ def _marked(value: Any) -> Any:
 
 
 def smallest_of_each_study(folders: Iterable[Path]) -> set[Path]:
-    """Of the published folders of each study the one with the smallest frame."""
+    """Of the published folders of each study the one with the fewest numbers."""
 
     def size(folder: Path) -> int:
-        return (folder / measurements.FILE).stat().st_size
+        return (folder / "table.json").stat().st_size
 
-    found = {each.name.partition("-")[0]: each for each in sorted(folders, key=size, reverse=True)}
-    return {*found.values()}
+    def study(folder: Path) -> Any:
+        return json.loads((folder / "config.json").read_text())["kind"]
+
+    return {*{study(each): each for each in sorted(folders, key=size, reverse=True)}.values()}

@@ -44,9 +44,13 @@ max_windows = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """The inputs of every command: a corpus, a preset, a finished run, a transformers model."""
+    """The inputs of every command: a corpus, a preset, a finished run, a transformers model.
+
+    Parts that run in one process share the inputs; each writes to its own `outputs`.
+    """
 
     folder: Path
+    outputs: Path
 
     @property
     def preset(self) -> Path:
@@ -70,12 +74,23 @@ class Setting:
 
     def place(self, label: str) -> Path:
         """A separate output; its last part, which exports contain, is always the same."""
-        return self.folder / label / "out"
+        return self.outputs / label / "out"
 
 
 def make_setting(folder: Path, foreign: bool = True) -> Setting:
-    """Create the inputs of all commands; `foreign` adds the transformers model."""
-    setting = Setting(folder)
+    """Create the inputs of all commands once a process; `foreign` adds the transformers model."""
+    made = Setting(_make_inputs(folder, foreign), folder)
+    made.outputs.mkdir(exist_ok=True)
+    return made
+
+
+_INPUTS: dict[bool, Path] = {}
+
+
+def _make_inputs(folder: Path, foreign: bool) -> Path:
+    if foreign in _INPUTS:
+        return _INPUTS[foreign]
+    setting = Setting(folder, folder)
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(12):
@@ -86,8 +101,10 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
     # Forks inherit these imports, so they start within milliseconds.
     for name in ("train", "evaluate", "export", "generate", "inspect"):
         importlib.import_module(f"normattn.cli.{name}")
-    for name in ("normattn.cli.app", "normattn.lab.studies.keynorm", "altair"):
+    for name in ("normattn.cli.app", "normattn.lab.studies.keynorm"):
         importlib.import_module(name)
+    if foreign:  # The tests draw no charts.
+        importlib.import_module("altair")
     for arguments in (
         ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),
         ("evaluate", setting.run, "--multiples", "1,2", "--max-windows", "2"),
@@ -95,7 +112,8 @@ def make_setting(folder: Path, foreign: bool = True) -> Setting:
         _expect_success(arguments)
     if foreign:
         _make_llama(setting)
-    return setting
+    _INPUTS[foreign] = folder
+    return folder
 
 
 def _make_llama(setting: Setting) -> None:

@@ -44,13 +44,13 @@ def _classify(corpus: Path, out: Path) -> None:
 
 
 def _pairs_in_lines(folder: Path) -> Path:
-    from data.pairs_helpers import multi_layout
+    from data.helpers import multi_layout
 
     return folder if folder.exists() else multi_layout(folder)
 
 
 def _pairs_in_json(folder: Path) -> Path:
-    from data.pairs_helpers import sentences
+    from data.helpers import sentences
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps({"en": a, "de": b}) + "\n" for a, b in sentences(120))
@@ -59,7 +59,7 @@ def _pairs_in_json(folder: Path) -> Path:
 
 
 def _relations(folder: Path) -> Path:
-    from data.relation_files import write_relations
+    from data.helpers import write_relations
 
     if not folder.exists():
         write_relations(folder, count=12)

@@ -6,14 +6,12 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from normattn.cli.app import main
 from studies import conftest as studies
 from undrawn import undraw
 
@@ -34,7 +32,8 @@ class Said:
 
     @property
     def sentence(self) -> str:
-        """The one line on stderr, without the program's name."""
+        """The one line on stderr of a command that was refused, without the program's name."""
+        assert self.code == 2, self.err
         lines = self.err.strip().splitlines()
         assert len(lines) == 1, self.err
         assert lines[0].startswith("normattn: ")
@@ -42,22 +41,28 @@ class Said:
         return lines[0].removeprefix("normattn: ")
 
 
-Command = Callable[..., Said]
+@dataclass(frozen=True)
+class Command:
+    """Run `normattn ARGUMENTS…` and return what it said."""
+
+    capfd: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: object) -> Said:
+        self.capfd.readouterr()
+        code = studies.run(*arguments)
+        said = self.capfd.readouterr()
+        return Said(code, said.out, said.err)
+
+    def done(self, *arguments: object) -> Said:
+        """It must succeed."""
+        said = self(*arguments)
+        assert said.code == 0, said.err
+        return said
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """Run `normattn ARGUMENTS…` and return what it said."""
-
-    def run(*arguments: object) -> Said:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        said = capfd.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Said(ended.value.code, said.out, said.err)
-
-    return run
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd)
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +89,7 @@ def tiny(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of KNA."""
     out = tmp_path_factory.mktemp("runs") / "kna"
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "--preset", str(tiny), "--score", "KNA", "--out", str(out)])
-    assert ended.value.code == 0
+    assert studies.run("train", "--preset", tiny, "--score", "KNA", "--out", out) == 0
     return out
 
 
@@ -101,7 +104,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def listed() -> dict[str, dict[str, Any]]:
     """What `normattn list --json` says of each part."""
     said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
-        main(["list", "--json"])
-    assert ended.value.code == 0
+    with contextlib.redirect_stdout(said):
+        assert studies.run("list", "--json") == 0
     return {part["name"]: part for part in json.loads(said.getvalue())}

@@ -38,8 +38,7 @@ from normattn.settings import format_setting
     ],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
-    said = command(*arguments, "--help")
-    assert said.code == 0
+    said = command.done(*arguments, "--help")
     assert "Examples" in said.out
     assert " ".join(("normattn", *arguments)) in said.out
     assert "_cell" not in said.out
@@ -52,11 +51,10 @@ def test_home_is_meant_by_a_tilde_behind_an_equals_sign(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "settings.toml").write_text("steps = 2\n")
-    said = command("train", "~/settings.toml", "--preset", tiny, "--out=~/run")
-    assert said.code == 0, said.err
+    command.done("train", "~/settings.toml", "--preset", tiny, "--out=~/run")
     assert sorted(path.name for path in tmp_path.glob("*run*")) == ["run"]
     assert not (tmp_path / "~").exists()
-    assert command("export", "~/run", "~/saved").code == 0
+    command.done("export", "~/run", "~/saved")
     assert (tmp_path / "saved").is_dir()
 
 
@@ -70,15 +68,13 @@ def test_a_plan_says_first_what_the_corpus_needs(
     said = command("train", "--plan", "--corpus", "hf:me/data")
     assert (said.code, said.out) == (2, "")
     assert "datasets" in said.err
-    said = command("reproduce", "keynorm", "--preset", "workstation", "--plan")
-    assert said.code == 0, said.err
+    said = command.done("reproduce", "keynorm", "--preset", "workstation", "--plan")
     assert re.match(r"the corpus python-packages-2026 is \d+ pinned packages, .*MB", said.out)
 
 
 def test_a_short_run_warms_up_for_its_share(command: Command, tmp_path: Path) -> None:
     place = ("--out", tmp_path / "run", "--plan")
-    said = command("train", "--steps", 45, *place)
-    assert said.code == 0
+    said = command.done("train", "--steps", 45, *place)
     assert "parameters" in said.out
     assert "FLOPs" in said.out
     assert not (tmp_path / "run").exists()
@@ -91,8 +87,7 @@ def test_train_evaluate_report(command: Command, trained: Path, run: Path, tmp_p
     assert {"config.json", "metrics.jsonl", "model", "status.json", "tokeniser.json"} <= {
         path.name for path in trained.iterdir()
     }
-    said = command("evaluate", run, "--methods", "unmodified,YaRN", "--multiples", "1,4")
-    assert said.code == 0, said.err
+    said = command.done("evaluate", run, "--methods", "unmodified,YaRN", "--multiples", "1,4")
     assert "KNA-YaRN" in said.out
     records = {path: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
     assert len(records) == 2 * 5
@@ -102,7 +97,7 @@ def test_train_evaluate_report(command: Command, trained: Path, run: Path, tmp_p
     assert after == records
 
     out = tmp_path / "report"
-    assert command("report", run, "--out", out).code == 0
+    command.done("report", run, "--out", out)
     rows = json.loads((out / "table.json").read_text())["tables"]["table"]
     assert [row["row"] for row in rows] == ["KNA", "KNA-YaRN"]
     assert {"value", "low", "high", "units", "seeds"} <= rows[1]["non_repeated"].keys()
@@ -122,19 +117,18 @@ def test_train_evaluate_report(command: Command, trained: Path, run: Path, tmp_p
 def test_a_page_among_its_runs_does_not_stand_for_them(command: Command, run: Path) -> None:
     """What was measured since is on the next page, and no page is measured itself."""
     evaluate = ("evaluate", run, "--protocols", "train-length", "--multiples", "1,2")
-    assert command(*evaluate).code == 0
+    command.done(*evaluate)
 
     def rows(out: Path) -> list[str]:
         lines = json.loads((out / "table.json").read_text())["tables"]["table"]
         return [line["row"] for line in lines]
 
     for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
-        assert command("report", *places).code == 0
+        command.done("report", *places)
     assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA"]
-    assert command(*evaluate, "--methods", "YaRN").code == 0
+    command.done(*evaluate, "--methods", "YaRN")
     for places in ((run,), (run, "--out", run / "page"), (run.parent,)):
-        said = command("report", *places)
-        assert said.code == 0, said.err
+        command.done("report", *places)
     assert rows(run) == rows(run / "page") == rows(run.parent) == ["KNA", "KNA-YaRN"]
 
 
@@ -143,10 +137,10 @@ def test_a_finished_run_and_its_own_configuration(
 ) -> None:
     """The run is not trained again; its config.json trains its twin."""
     before = (trained / "model" / "model.safetensors").stat().st_mtime_ns
-    assert command("train", "--preset", tiny, "--score", "KNA", "--out", trained).code == 0
+    command.done("train", "--preset", tiny, "--score", "KNA", "--out", trained)
     assert (trained / "model" / "model.safetensors").stat().st_mtime_ns == before
     config = trained / "config.json"
-    assert command("train", config, "--preset", tiny, "--out", tmp_path / "twin").code == 0
+    command.done("train", config, "--preset", tiny, "--out", tmp_path / "twin")
     for name in ("config.json", "metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "twin" / name).read_bytes() == (trained / name).read_bytes()
 
@@ -155,10 +149,9 @@ def test_options_reach_the_settings(command: Command, tiny: Path, tmp_path: Path
     (tmp_path / "own.toml").write_text("steps = 3\nclip = 0.5\n[optimiser]\nlr = 0.5\n")
     arguments = ("--optimiser", "tiger", "--length", 12, "--set", "model.norm_gain=false")
     out = tmp_path / "run"
-    said = command(
+    command.done(
         "train", tmp_path / "own.toml", "--preset", tiny, "--out", out, "--steps", 2, *arguments
     )
-    assert said.code == 0, said.err
     config = json.loads((out / "config.json").read_text())["config"]
     assert config["steps"] == 2
     assert config["clip"] == 0.5
@@ -174,8 +167,7 @@ def test_another_block_alone_is_enough(
     command: Command, tmp_path: Path, preset: str, block: str
 ) -> None:
     """What the preset says of its own block does not stand in the way of another."""
-    said = command("train", "--preset", preset, "--block", block, "--plan", "--out", tmp_path)
-    assert said.code == 0, said.err
+    command.done("train", "--preset", preset, "--block", block, "--plan", "--out", tmp_path)
     both = ("--block", "gau", "--heads", "4")
     refused = command("train", "--preset", preset, *both, "--plan", "--out", tmp_path)
     assert refused.code == 2

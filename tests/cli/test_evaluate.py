@@ -20,8 +20,7 @@ def records(run: Path) -> dict[str, int]:
 
 def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
     arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
-    said = command(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
-    assert said.code == 0, said.err
+    said = command.done(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
     for expected in (
         "KNA-ReRoPE",
         "by position, 128 tokens",
@@ -37,13 +36,12 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     assert (run / "report" / "table.md").exists()
     assert records(run) == first
     # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
-    wider = command(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
-    assert wider.code == 0, wider.err
+    command.done(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
     assert first.items() <= records(run).items()
     assert len(records(run)) == 2 * (1 + len(TASKS) * 3)
 
     out = tmp_path / "report"
-    assert command("report", run, "--out", out).code == 0
+    command.done("report", run, "--out", out)
     page = (out / "table.md").read_text()
     for heading in ("Accuracy by position", "Loss by position", "Facts inserted into a long text"):
         assert f"## {heading}" in page
@@ -71,8 +69,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
 
 def test_every_method(command: Command, run: Path) -> None:
     arguments = ("--protocols", "by-position", "--multiples", "1,4", "--max-windows", 1)
-    said = command("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
-    assert said.code == 0, said.err
+    said = command.done("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
     spec = ScoreSpec.parse("KNA", train_length=8)
     methods = inference_time_methods(spec, 4.0)
     assert "ReRoPE-logn+" in methods

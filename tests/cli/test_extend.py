@@ -16,11 +16,11 @@ import normattn
 from cli.conftest import Command
 from hostile.foreign import write_model
 from normattn.cli import extend_reading
-from normattn.cli.app import main
 from normattn.cli.extend_reading import passkey_set, prepare_texts
 from normattn.cli.extend_settings import expand_methods
 from normattn.cli.model_options import method_names
 from normattn.cli.parsing import token_counts
+from studies.conftest import run as run_command
 from undrawn import undraw
 
 transformers = pytest.importorskip("transformers")
@@ -71,9 +71,7 @@ def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     arguments = ("extend", model, "--text", text, "--methods", "PI,ReRoPE-logn+")
     with pytest.MonkeyPatch.context() as patch:
         undraw(patch)
-        with pytest.raises(SystemExit) as ended:
-            main([str(each) for each in (*arguments, "--lengths", "192,256", "--out", out)])
-    assert ended.value.code == 0
+        assert run_command(*arguments, "--lengths", "192,256", "--out", out) == 0
     return out
 
 
@@ -118,8 +116,7 @@ def test_the_page_is_made_of_its_measurements_alone(
     copy.mkdir()
     for name in ("config.json", "measurements.parquet"):
         shutil.copy(done / name, copy / name)
-    said = command("report", copy, "--out", copy)
-    assert said.code == 0, said.err
+    command.done("report", copy, "--out", copy)
     for name in ("table.md", "table.json", "prefill.csv", "measurements.parquet"):
         assert (copy / name).read_bytes() == (done / name).read_bytes()
 
@@ -190,8 +187,7 @@ def test_a_killed_run_goes_on_where_it_was(
         return read(self, place, cell)
 
     monkeypatch.setattr(extend_reading.Evaluator, "evaluate", noting)
-    said = command(*arguments)
-    assert said.code == 0, said.err
+    said = command.done(*arguments)
     assert "by the first window, the rest takes about" in said.err
     assert "In short" in said.out
     assert str(out / "report.html") in said.out
@@ -199,8 +195,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert {path: path.read_bytes() for path in kept} == kept
     # Another method joins; what is there is not read again.
     reads.clear()
-    said = command(*(each if each != "YaRN" else "YaRN,NTK" for each in arguments))
-    assert said.code == 0, said.err
+    said = command.done(*(each if each != "YaRN" else "YaRN,NTK" for each in arguments))
     assert {place.method for place in reads} == {"NTK"}
     assert "NTK(factor=2)" in (out / "table.md").read_text()
     said = command(*arguments, "--seed", 1)
@@ -243,8 +238,7 @@ def test_a_saved_model_is_loaded_extended(
 ) -> None:
     saved, out = tmp_path / "longer", tmp_path / "run"
     arguments = ("extend", model, "--text", text, "--methods", "ReRoPE", *SHORT, "--out", out)
-    said = command(*arguments, "--save", saved)
-    assert said.code == 0, said.err
+    said = command.done(*arguments, "--save", saved)
     assert f'normattn.from_pretrained("{saved}")' in said.out
     again = normattn.from_pretrained(str(saved))
     plain = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -265,13 +259,11 @@ def test_a_saved_model_is_read_as_it_was_trained(
     tokeniser.save_pretrained(tmp_path / "ntk")
     rest = ("--text", text, "--methods", "PI", "--windows", 2, "--lengths", 256, "--no-passkey")
     for name, folder in (("plain", model), ("saved", tmp_path / "ntk")):
-        said = command("extend", folder, *rest, "--out", tmp_path / name)
-        assert said.code == 0, said.err
+        said = command.done("extend", folder, *rest, "--out", tmp_path / name)
     for row in ("unmodified", "PI"):
         losses = [_value(tmp_path / out, row, "table", "loss_256") for out in ("plain", "saved")]
         assert losses[0] == losses[1]
     said = command("extend", tmp_path / "ntk", "--methods", "NTK(factor=2)", "--emit", "hf")
-    assert said.code == 2
     assert "was saved under NTK(factor=4)" in said.sentence
 
 
@@ -352,5 +344,4 @@ def test_a_hub_out_of_reach_is_asked_once(
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     said = command("extend", "some/name")
-    assert said.code == 2
     assert "some/name cannot be loaded" in said.sentence  # one line: no file is tried again

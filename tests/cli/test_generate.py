@@ -9,8 +9,7 @@ from cli.conftest import TINY, Command
 
 
 def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
-    plain = command("generate", trained, "--prompt", "word1 word2", "--max-new-tokens", 6)
-    assert plain.code == 0, plain.err
+    plain = command.done("generate", trained, "--prompt", "word1 word2", "--max-new-tokens", 6)
     assert plain.out
     file = tmp_path / "prompt.txt"
     file.write_text("word1 word2")
@@ -24,8 +23,7 @@ def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
 
 def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
     arguments = ("generate", trained, "--prompt", "word1", "--temperature", 2, "--top-p", 0.99)
-    first = command(*arguments, "--seed", 3, "--max-new-tokens", 12)
-    assert first.code == 0, first.err
+    first = command.done(*arguments, "--seed", 3, "--max-new-tokens", 12)
     assert command(*arguments, "--seed", 3, "--max-new-tokens", 12).out == first.out
     assert command(*arguments, "--seed", 4, "--max-new-tokens", 12).out != first.out
 
@@ -33,11 +31,10 @@ def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
 def test_methods_read_on(command: Command, trained: Path) -> None:
     """Longer than L, where the methods differ from the model as it is."""
     for method in ("ReRoPE-logn+", "YaRN(factor=4)"):
-        said = command(
+        command.done(
             *("generate", trained, "--prompt", "word1 word2 word3", "--method", method),
             *("--max-new-tokens", 4, "--top-k", 5, "--temperature", 1),
         )
-        assert said.code == 0, said.err
 
 
 def test_runs_that_cannot_answer(
@@ -59,7 +56,6 @@ def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
     preset = tmp_path / "synthetic.toml"
     preset.write_text(TINY.format(corpus="synthetic:copy"))
     run = tmp_path / "run"
-    assert command("train", "--preset", preset, "--length", 64, "--out", run).code == 0
+    command.done("train", "--preset", preset, "--length", 64, "--out", run)
     said = command("generate", run, "--prompt", "a")
-    assert said.code == 2
     assert "generated tokens of synthetic:copy" in said.sentence

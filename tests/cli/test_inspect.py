@@ -14,6 +14,7 @@ from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
+from studies.conftest import run as run_command
 
 SHARES = ("beyond_share", "angle_share")
 
@@ -21,25 +22,16 @@ SHARES = ("beyond_share", "angle_share")
 @pytest.fixture(scope="module")
 def probed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run that was looked into while it trained."""
-    from normattn.cli.app import main
-
     out = tmp_path_factory.mktemp("probed") / "run"
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                *("train", "--preset", str(tiny), "--score", "QKRMSNorm-logn"),
-                *("--set", "inspect_every=2", "--out", str(out)),
-            ]
-        )
-    assert ended.value.code == 0
+    options = ("--score", "QKRMSNorm-logn", "--set", "inspect_every=2")
+    assert run_command("train", "--preset", tiny, *options, "--out", out) == 0
     return out
 
 
 def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     lines = read_diagnostics(probed)
     assert [line.step for line in lines] == [1, 2, 4]
-    said = command("inspect", probed, "--windows", 3, "--cosines")
-    assert said.code == 0, said.err
+    said = command.done("inspect", probed, "--windows", 3, "--cosines")
     assert "QKRMSNorm-logn, unmodified: 3 windows of 8 held-out tokens" in said.out
     assert re.search(r"sharpest head is head \d of layer 0: its entropy is \d+% of ln n", said.out)
     folder = probed / "inspection"
@@ -61,7 +53,7 @@ def test_the_page_is_made_again_from_its_frame(command: Command, probed: Path) -
     if not folder.exists():
         command("inspect", probed, "--windows", 3, "--cosines")
     made = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
-    assert command("report", folder).code == 0
+    command.done("report", folder)
     again = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
     assert again == made
 
@@ -73,11 +65,10 @@ def test_a_text_of_ones_own_beyond_the_training_length(
     text.write_text("word1 word2 word3 word4 " * 20)
     looks = []
     for method in ("unmodified", "ReRoPE"):
-        said = command(
+        command.done(
             *("inspect", trained, "--text", text, "--length", 32, "--method", method),
             *("--out", tmp_path / method, "--attention", "0,1"),
         )
-        assert said.code == 0, said.err
         folder = tmp_path / method
         assert (folder / "figures" / "attention.png").exists()
         measured = measurements.read(folder / measurements.FILE)
@@ -105,7 +96,7 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     options = ("--text", text, "--length", 32)
     for method, expected in {"unmodified": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}.items():
         out = tmp_path / method
-        assert command("inspect", trained, *options, "--method", method, "--out", out).code == 0
+        command.done("inspect", trained, *options, "--method", method, "--out", out)
         known = by_position(measurements.read(out / measurements.FILE), "angle_share", 0)[0] == 0
         assert known.tolist().index(False) == expected
     # A run that continued has met more of them: nothing is said of it.
@@ -113,7 +104,7 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     went_on = Continuation.from_model(trained / "model", "PI(factor=4)", 32)
     parsed = TrainingConfig.parse({**settings, "continued": went_on.model_dump()})
     train_model(parsed, tmp_path / "run", show_progress=False)
-    assert command("inspect", tmp_path / "run", *options).code == 0
+    command.done("inspect", tmp_path / "run", *options)
     found = measurements.read(tmp_path / "run" / "inspection" / measurements.FILE)
     assert found.filter(statistic="entropy").height
     assert not {"angle_share", "beyond_share"} & {*found["statistic"]}
@@ -133,8 +124,7 @@ def test_runs_that_cannot_be_looked_into(command: Command, run: Path, tmp_path: 
 def test_half_precision_on_a_named_device(command: Command, trained: Path, tmp_path: Path) -> None:
     for dtype in ("fp32", "bf16"):
         rest = ("--dtype", dtype, "--device", "cpu", "--windows", 2, "--out", tmp_path / dtype)
-        said = command("inspect", trained, *rest)
-        assert said.code == 0, said.err
+        said = command.done("inspect", trained, *rest)
         assert "In short" in said.out
         assert str(tmp_path / dtype / "report.html") in said.out
     tables = [json.loads((tmp_path / name / "table.json").read_text()) for name in ("fp32", "bf16")]

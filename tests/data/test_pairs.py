@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data.pairs_helpers import install, multi_layout, sentences, write_lines
+from data.helpers import install, multi_layout, sentences, write_lines
 from normattn.errors import InputError
 from normattn.lab.data import pair_sources
 from normattn.lab.data.pair_sources import PACKAGES, is_sentence_pair, parse_pairs

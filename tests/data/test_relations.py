@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from data.relation_files import item, write_json, write_relations
+from data.helpers import item, write_json, write_relations
 from normattn.errors import InputError
 from normattn.lab.data.corpora import rows_of
 from normattn.lab.data.relation_sources import parse_relations, pieces_of, relation_row

@@ -107,7 +107,7 @@ def test_an_answer_with_one_wrong_token_is_wrong_as_a_whole() -> None:
 
 
 def test_whatever_decides_the_outcome_is_in_the_key(tmp_path: Path) -> None:
-    """The rest of the store is tested in test_store.py."""
+    """The rest of the store is tested in test_protocols.py."""
     store, scorer = MeasurementStore(tmp_path), Counter(copying)
     sets = (make(), make(seed=1), make("multi_key"), make(multiple=3), make(windows=15), make())
     for chosen in sets:

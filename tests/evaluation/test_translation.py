@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.pairs_helpers import multi_layout
+from data.helpers import multi_layout
 from normattn.lab.data.pairs import PairData, PairsConfig, prepare_pairs
 from normattn.lab.evaluation.translation import (
     corpus_counts,

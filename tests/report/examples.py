@@ -33,7 +33,7 @@ def position_curves(rows: tuple[str, ...] = ROWS, panels: int = 2) -> Curves:
     lines = tuple(
         Line(
             row,
-            tuple(Point.of(8.0 + 16 * k, estimate(30 - k * 0.3 + 0.2 * place)) for k in range(32)),
+            tuple(Point.of(8.0 + 16 * k, estimate(30 - k * 0.3 + 0.2 * place)) for k in range(8)),
             row.removesuffix("-logn"),
             row.endswith("-logn"),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -41,6 +42,11 @@ def channel(chart: Any, name: str) -> Any:
     return next(part[name] for part in parts(chart) if isinstance(part.get(name), dict))
 
 
+@cache
+def positions() -> Any:
+    return vega_lite(examples.position_curves())
+
+
 def one_panel(*points: Point, **options: Any) -> Curves:
     panel = Panel("", (Line("a", points),), "x", "y", **options)
     return Curves("n", "t", (panel,))
@@ -55,9 +61,9 @@ def test_every_figure_is_drawn_and_repeats(figure: Figure) -> None:
 
 
 def test_lines_hold_their_values_and_colours() -> None:
-    chart = vega_lite(examples.position_curves())
+    chart = positions()
     points = [point for point in data(chart) if point.get("line") == "CosA-logn"]
-    assert {"line": "CosA-logn", "x": 504.0, "value": 22.1, "low": 20.6, "high": 23.6} in points
+    assert {"line": "CosA-logn", "x": 120.0, "value": 29.3, "low": 27.8, "high": 30.8} in points
     colour = channel(chart, "color")["scale"]
     assert colour["domain"] == list(examples.ROWS)
     by_name = dict(zip(colour["domain"], colour["range"], strict=True))
@@ -99,7 +105,7 @@ def test_intervals_are_sorted_by_value() -> None:
 
 
 def test_four_lines_that_end_far_apart_are_highlighted() -> None:
-    chosen = next(part for part in parts(vega_lite(examples.position_curves())) if "select" in part)
+    chosen = next(part for part in parts(positions()) if "select" in part)
     ends = {line["line"] for line in chosen["value"]}
     assert len(ends) == 4
     assert {"Baseline", "CosA-logn"} <= ends

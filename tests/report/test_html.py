@@ -56,7 +56,6 @@ def plain_page() -> str:
 
 def test_the_page_is_well_formed_and_says_everything() -> None:
     parsed = Parsed(plain_page())
-    assert page_html(examples.page()) == plain_page()
     text = " ".join(parsed.text)
     for said in (
         *("A study of Baseline", "What does Baseline do?", "In short", "Baseline is summed up."),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data.pairs_helpers import multi_layout
-from data.relation_files import write_relations
+from data.helpers import multi_layout, write_relations
 from normattn.lab.sweep.run import Request
 
 LOOP = """

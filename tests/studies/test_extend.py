@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from normattn.errors import InputError
+from normattn.lab.report.page import context
 from normattn.lab.report.view import View
-from normattn.lab.stats import Identity, concat, sums, with_identity
+from normattn.lab.runs.directory import FORMAT
+from normattn.lab.stats import Identity, concat, measurements, sums, with_identity
+from normattn.lab.studies import extend
 from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home_length
 from normattn.lab.studies.extend import complete
+from studies.conftest import run
 
 L, TOKENS = 8, 8
 NAMES = {"": "unmodified", "PI": "PI", "YaRN": "YaRN(factor=4)"}
@@ -116,3 +123,86 @@ def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) ->
         for length in lengths
     ]
     assert home_length(View(concat(rows))) == known
+
+
+# Several models and texts on one page: each row is what the page of its own folder says.
+
+LOSSES = {"a": _lines((3.0, 4.0), YaRN=(3.1, 3.2)), "b": _lines((2.0, 2.5), PI=(2.6, 2.7))}
+
+
+def _folder(place: Path, text: str, model: str = "model") -> Path:
+    """What `extend` leaves: a configuration and a frame."""
+    place.mkdir()
+    config = {
+        "model": f"/models/{model}.gguf",
+        "text": [f"/texts/{text}.txt"],
+        "windows": 3,
+        "train_length": 8,
+    }
+    stored = {"format": FORMAT, "kind": extend.KIND, "config": config}
+    (place / "config.json").write_text(json.dumps(stored))
+    measured = _frame(LOSSES[text]).with_columns(pl.lit(model).alias("row"))
+    measurements.write(place / measurements.FILE, measured)
+    return place
+
+
+def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
+    places = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "b")]
+    places.append(_folder(tmp_path / "3", "a", "other"))
+    made = context(extend.GALLERY.page, extend.combine(places)).tables[0]
+    keys = [column.key for column in made.columns]
+    rows = {line[0].text: dict(zip(keys, line, strict=True)) for line in made.cells}
+    alone = {}
+    for place, text, model in zip(places, "aba", ("model", "model", "other"), strict=True):
+        tables = {
+            t.key: t
+            for t in context(extend.STUDY.page, measurements.read(place / measurements.FILE)).tables
+        }
+        for key, column, here in (
+            ("table", "loss_8", "loss_1"),
+            ("table", "loss_16", "loss_2"),
+            ("change", "change_16", "change"),
+            ("cost", "change", "cost"),
+            ("table", "parameters", "parameters"),
+        ):
+            names = [each.key for each in tables[key].columns]
+            for line in tables[key].cells:
+                cell = dict(zip(names, line, strict=True))[column]
+                label = f"{model}, {text}.txt: {line[0].text}"
+                alone[label, here] = cell.text
+    assert {(label, key): rows[label][key].text for label, key in alone} == alone
+    assert len(rows) == 6
+    assert rows["model, a.txt: YaRN"]["change"].text.startswith("+0.200")
+    assert made.notes[0].startswith("model on a.txt (3 windows, L = 8): YaRN (YaRN(factor=4))")
+    assert made.notes[1].startswith(
+        "model on b.txt (3 windows, L = 8): No method is clearly better"
+    )
+
+
+@pytest.mark.usefixtures("runs_here")
+def test_the_command_and_its_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places, out = [_folder(tmp_path / text, text) for text in "ab"], tmp_path / "all"
+    pages = []
+    for arguments in ([*places, "--out", out], [out]):
+        assert run("report", *arguments) == 0, capsys.readouterr()
+        pages.append((out / "report.html").read_text())
+    assert pages[0] == pages[1]
+    assert "model, b.txt: PI" in (out / "table.md").read_text()
+    stored = json.loads((out / "config.json").read_text())
+    assert stored["kind"] == extend.GALLERY.name
+    assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
+    before = (places[0] / measurements.FILE).read_bytes()
+    assert run("report", *places) == 2
+    assert "another --out" in capsys.readouterr().err
+    assert (places[0] / measurements.FILE).read_bytes() == before
+    (out / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
+    assert run("report", *places, "--out", out) == 2
+    assert "belongs to keynorm: give another --out" in capsys.readouterr().err
+
+
+def test_one_text_twice_is_refused(tmp_path: Path) -> None:
+    twice = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "a")]
+    with pytest.raises(InputError, match=r"1 and .*2 both hold model on a\.txt"):
+        extend.combine(twice)
+    with pytest.raises(InputError, match=r"1 and .*1 both hold model on a\.txt"):
+        extend.combine(twice[:1] * 2)

@@ -10,8 +10,7 @@ import polars as pl
 import pytest
 import torch
 
-from data.pairs_helpers import multi_layout
-from data.relation_files import write_relations
+from data.helpers import multi_layout, write_relations
 from normattn.cli.inspect import inspect_model
 from normattn.cli.inspect_inputs import KINDS
 from normattn.cli.options import Inspect

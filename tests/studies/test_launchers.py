@@ -1,14 +1,17 @@
-"""Launchers of other hosts: submitit's own executor, and a Ray cluster of two nodes here."""
+"""Launchers of other hosts: submitit's own executor, Slurm, and a Ray cluster of two nodes."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +55,95 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def node(cluster: Any, **settings: Any) -> Any:
+def node(cluster: Any, cpus: int = 1, **settings: Any) -> Any:
     """A node more, small. Ray gives one half a minute to begin, which a busy machine may exceed."""
     for attempt in range(3):
         try:
-            return cluster.add_node(num_cpus=1, object_store_memory=BYTES, **settings)
+            return cluster.add_node(num_cpus=cpus, object_store_memory=BYTES, **settings)
         except Exception as error:  # Ray raises no narrower one.
             if attempt == 2 or "timed out during startup" not in str(error):
                 raise
     raise AssertionError
 
 
-@pytest.fixture(params=["local", "ray"])
+# Stand-ins for Slurm's commands run each job on this machine. A job's place in the queue is a file
+# that holds its name and its process.
+COMMANDS = {
+    "sbatch": """
+        number=$(( $(cat $SLURM/last 2>/dev/null || echo 100) + 1 )); echo $number > $SLURM/last
+        name=$(sed -n 's/^#SBATCH --job-name=//p' "$1" | tr -d "'\\"")
+        tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$1")
+        export SLURM_JOB_ID=$number SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_PROCID=0
+        export SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_NODELIST=here
+        begin() {
+          PLACE=$2 setsid bash "$1" >/dev/null 2>&1 & echo "$name $!" > $SLURM/queue/$2
+          echo $2 >> $SLURM/jobs
+        }
+        if [ -z "$tasks" ]; then begin "$1" $number; else
+          export SLURM_ARRAY_JOB_ID=$number
+          for task in $(seq 0 $tasks); do
+            SLURM_ARRAY_TASK_ID=$task begin "$1" ${number}_$task
+          done
+        fi
+        echo "Submitted batch job $number"
+    """,
+    "srun": """
+        while [[ $1 == -* ]]; do
+          case $1 in --output | --error) shift;; esac
+          shift
+        done
+        trap '' TERM
+        (trap - TERM; exec "$@") & wait $!
+        while kill -0 $! 2>/dev/null; do wait $!; done
+        rm -f $SLURM/queue/$PLACE
+    """,
+    "sacct": """
+        echo "JobID|State|NodeList"
+        for job in $(cat $SLURM/jobs); do
+          read name process 2>/dev/null < $SLURM/queue/$job || process=
+          if [ -n "$process" ] && kill -0 $process 2>/dev/null; then
+            echo "$job|RUNNING|here"; else
+            echo "$job|CANCELLED|here"; fi
+        done
+    """,
+    "scancel": """
+        for word in "$@"; do
+          [ -e $SLURM/queue/$word ] || continue
+          read name process < $SLURM/queue/$word
+          pkill -TERM -s $process
+        done
+    """,
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands, and where their stand-ins keep the queue.
+
+    Results that lie in the folder are pickles: who reads one runs what it says.
+    """
+    folder, planted = tmp_path / "slurm", tmp_path / "jobs" / ".submitit"
+    planted.mkdir(parents=True)
+    for number, task in itertools.product(range(95, 120), ("0", "0_0", "1_0")):
+        (planted / f"{number}_{task}_result.pkl").write_bytes(b"cos\nabort\n(tR.")
+    (folder / "queue").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    for name, text in COMMANDS.items():
+        command = folder / "bin" / name
+        command.write_text("#!/bin/bash\n" + textwrap.dedent(text))
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM", str(folder))
+
+
+@pytest.fixture(params=["local", "ray", "slurm"])
 def launcher(request: pytest.FixtureRequest) -> Launcher:
-    """Each launcher but Slurm's: its outcomes and signals are tested in test_slurm.py."""
-    if request.param == "local":
-        return Local()
-    return Ray(address=request.getfixturevalue("cluster").address)
+    if request.param == "ray":
+        return Ray(address=request.getfixturevalue("cluster").address)
+    if request.param == "slurm":
+        request.getfixturevalue("slurm")
+        return Slurm()
+    return Local()
 
 
 INTERRUPTED = """
@@ -172,53 +247,40 @@ def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
         remote()
 
 
-VARIANTS = ("Baseline", "KNA-logn")  # each node gets one
-
-
-def asked(preset: Path, out: Path, launcher: Launcher, jobs: int) -> Request:
-    return Request(
-        preset=str(preset),
-        variants=VARIANTS,
-        methods=("unmodified",),
-        jobs=jobs,
-        out=out,
-        changes={"training.steps": 300},
-        launcher=launcher,
-    )
-
-
 def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
     tiny: Path, tmp_path: Path, cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
     undraw(monkeypatch)
-    words = (
-        "--variants",
-        ",".join(VARIANTS),
-        "--methods",
-        "unmodified",
-        "--set",
-        "training.steps=300",
+    command = ("reproduce", "keynorm", "--preset", tiny, "--variants", "KNA-logn")
+    rest = ("--methods", "unmodified", "--set", "training.steps=300", "--out", whole)
+    assert start(*command, *rest, cells_here=True).end().code == 0
+    request = Request(
+        preset=str(tiny),
+        variants=("KNA-logn",),
+        methods=("unmodified",),
+        out=out,
+        changes={"training.steps": 300},
     )
-    command = ("reproduce", "keynorm", "--preset", tiny, *words, "--out", whole)
-    assert start(*command, cells_here=True).end().code == 0
 
     with ThreadPoolExecutor() as beside:
         stopping = beside.submit(interrupt_once_training, out)
-        with pytest.raises(Interrupted, match="SIGINT with 2 of 2 jobs unfinished"):
-            reproduce(study, asked(tiny, out, Slurm(cluster="local"), 1))
+        with pytest.raises(Interrupted, match="SIGINT with 1 of 1 jobs unfinished"):
+            reproduce(study, replace(request, launcher=Slurm(cluster="local")))
         stopping.result()
 
         before = {path: path.read_text() for path in out.glob("jobs/*/*/.lock")}
-        losing = beside.submit(lose, cluster, node(cluster), out, before)
-        assert reproduce(study, asked(tiny, out, Ray(address=cluster.address), 2)) == []
+        # Of two cores: the job has no room on the first node.
+        losing = beside.submit(lose, cluster, [node(cluster, cpus=2) for _ in "ab"], out, before)
+        assert (
+            reproduce(study, replace(request, launcher=Ray(address=cluster.address, cpus=2))) == []
+        )
         lock, holder = losing.result()
     # The cell was begun again, elsewhere, by another process than the one that lost its node.
     assert lock.read_text() != holder
     assert result(out) == result(whole)
-    for cell in VARIANTS:
-        metrics = Path("cells") / cell / "seed0" / "metrics.jsonl"
-        assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
+    metrics = "cells/KNA-logn/seed0/metrics.jsonl"
+    assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
 
 
 def interrupt_once_training(out: Path) -> None:
@@ -236,27 +298,28 @@ def interrupt_once_training(out: Path) -> None:
     psutil.Process(int(cell)).resume()
 
 
-def lose(cluster: Any, lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str]:
-    """Take the node away in the middle of a cell; the cell's lock, and who held it."""
-    found: tuple[Path, str] = wait_until(lambda: cell_on(lost, out, before))
-    cell = psutil.Process(int(found[1].split()[0]))
+def lose(cluster: Any, nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Path, str]:
+    """Take away the node of a cell in its middle; the cell's lock, and who held it."""
+    lost, lock, holder = wait_until(lambda: cell_on(nodes, out, before))
+    cell = psutil.Process(int(holder.split()[0]))
     cell.suspend()  # So that it cannot end before its node does.
     cluster.remove_node(lost, allow_graceful=False)
     cell.resume()
-    return found
+    return lock, holder
 
 
-def cell_on(lost: Any, out: Path, before: dict[Path, str]) -> tuple[Path, str] | None:
-    """The lock of a cell that a process of this node holds now, and what it says."""
-    (raylet,) = lost.all_processes["raylet"]
+def cell_on(nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Any, Path, str] | None:
+    """A node that has a cell now, the cell's lock, and what that says."""
+    raylets = {each.all_processes["raylet"][0].process.pid: each for each in nodes}
     for path in out.glob("jobs/*/*/.lock"):
         said = path.read_text()
         if not said or said == before.get(path):
             continue
         with suppress(psutil.NoSuchProcess):  # It ended meanwhile.
             above = {process.pid for process in psutil.Process(int(said.split()[0])).parents()}
-            if raylet.process.pid in above and path.with_name("progress.json").exists():
-                return path, said
+            for raylet in above & raylets.keys():
+                if path.with_name("progress.json").exists():
+                    return raylets[raylet], path, said
     return None
 
 

@@ -40,7 +40,6 @@ def encoders(tiny: Path, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pytest.importorskip("torchmetrics")
     return small.rmsnorm(tmp_path_factory.mktemp("rmsnorm"))
 
 
@@ -136,25 +135,6 @@ def test_rows_are_trained_with_what_stands_after_a_plus(pairs: str, tmp_path: Pa
     assert split_row("Baseline-RoPE(base=1e+06)+Muon") == ("Baseline-RoPE(base=1e+06)", ("Muon",))
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rates.multiples": [2, 1]}, "multiples must rise"),
-        ({"training.model.score": "KNA"}, "varied by the study"),
-        ({"scores": ["KNA-YaRN"]}, "applied after training"),
-        ({"scores": ["KNA-logn++Muon"]}, r"KNA-logn\+ holds logn"),
-        ({"scores": ["Baseline+Moun"]}, r"did you mean Muon\?.* \(in Baseline\+Moun\)"),
-        ({"scores": ["QKRMSNorm+QK-Clip"]}, "its norm undoes it"),
-        ({"trained_with.Muon.optimiser.name": "moun", "scores": ["KNA+Muon"]}, "moun"),
-        ({"vision.training.model.patch": 3, "vision.scores": ["KNA"]}, "patches of 3 × 3"),
-    ],
-    ids=str,
-)
-def test_bad_input_of_qknorm(pairs: str, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        QKNORM.resolve(Request(pairs, changes=changes))
-
-
 # RealFormer
 
 
@@ -199,26 +179,6 @@ def test_rows_rates_and_sizes_can_be_chosen(encoders: str) -> None:
     assert "large" not in {run.size for run in _encoders(made)}
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"variants": ("RealFromer",)}, "did you mean RealFormer"),
-        ({"changes": {"training.model.placement": "PreLN"}}, "placement is varied by the study"),
-        ({"changes": {"grid.size": "huge"}}, r"grid\.size is huge; there are small, large"),
-        ({"changes": {"grid.rows": ["RealFormer-from-PostLN"]}}, "which the grid does not"),
-        ({"changes": {"training.schedule.warmup_steps": 3}}, "less than their warm-up"),
-        (
-            {"changes": {"sizes.small.rates": {"PostLm": 0.25}}},
-            "sizes.small.rates.*did you mean PostLN",
-        ),
-    ],
-    ids=str,
-)
-def test_bad_input_of_realformer(encoders: str, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        REALFORMER.resolve(Request(encoders, **asked))
-
-
 # RMSNorm
 
 
@@ -239,15 +199,45 @@ def test_both_norms_are_trained_alike_and_then_timed(documents: str) -> None:
     assert [(type(run), run.variant, run.seed) for run in alone] == [(NormRun, "RMSNorm", 7)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"variants": ("BatchNorm",)}, "no norm is called 'BatchNorm'.*LayerNorm, RMSNorm"),
-        ({"changes": {"training.model.norm": "rms"}}, r"model\.norm is varied by the study"),
-        ({"methods": ("YaRN",)}, "chooses its own methods"),
+# What is refused
+
+
+BAD_SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "pairs": [
+        ({"rates.multiples": [2, 1]}, "multiples must rise"),
+        ({"training.model.score": "KNA"}, "varied by the study"),
+        ({"scores": ["KNA-YaRN"]}, "applied after training"),
+        ({"scores": ["KNA-logn++Muon"]}, r"KNA-logn\+ holds logn"),
+        ({"scores": ["Baseline+Moun"]}, r"did you mean Muon\?.* \(in Baseline\+Moun\)"),
+        ({"scores": ["QKRMSNorm+QK-Clip"]}, "its norm undoes it"),
+        ({"trained_with.Muon.optimiser.name": "moun", "scores": ["KNA+Muon"]}, "moun"),
+        ({"vision.training.model.patch": 3, "vision.scores": ["KNA"]}, "patches of 3 × 3"),
     ],
-    ids=str,
-)
-def test_bad_input_of_rmsnorm(documents: str, asked: dict[str, Any], said: str) -> None:
+    "encoders": [
+        ({"training.model.placement": "PreLN"}, "placement is varied by the study"),
+        ({"grid.size": "huge"}, r"grid\.size is huge; there are small, large"),
+        ({"grid.rows": ["RealFormer-from-PostLN"]}, "which the grid does not"),
+        ({"training.schedule.warmup_steps": 3}, "less than their warm-up"),
+        ({"sizes.small.rates": {"PostLm": 0.25}}, "sizes.small.rates.*did you mean PostLN"),
+    ],
+    "documents": [({"training.model.norm": "rms"}, r"model\.norm is varied by the study")],
+}
+BAD_CHOICES: list[tuple[str, dict[str, Any], str]] = [
+    ("encoders", {"variants": ("RealFromer",)}, "did you mean RealFormer"),
+    ("documents", {"variants": ("BatchNorm",)}, "no norm is called 'BatchNorm'.*LayerNorm, RMSN"),
+    ("documents", {"methods": ("YaRN",)}, "chooses its own methods"),
+    *(
+        (preset, {"changes": changes}, said)
+        for preset, cases in BAD_SETTINGS.items()
+        for changes, said in cases
+    ),
+]
+
+
+@pytest.mark.parametrize(("preset", "asked", "said"), BAD_CHOICES, ids=str)
+def test_bad_input(
+    preset: str, asked: dict[str, Any], said: str, request: pytest.FixtureRequest
+) -> None:
+    study = {"pairs": QKNORM, "encoders": REALFORMER, "documents": RMSNORM}[preset]
     with pytest.raises(InputError, match=said):
-        RMSNORM.resolve(Request(documents, **asked))
+        study.resolve(Request(request.getfixturevalue(preset), **asked))

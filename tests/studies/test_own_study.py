@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from normattn.cli.app import main
 from normattn.errors import InputError
 from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
-from normattn.lab.sweep.launchers import Local
 from normattn.lab.sweep.run import CORPUS, Request
-from studies import here
-from undrawn import undraw
+from studies.conftest import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
 
@@ -35,6 +32,7 @@ def own_study(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_a_study_of_ones_own_is_run_and_reported_again(
     own_study: Path,
     tiny: Path,
@@ -43,38 +41,28 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(own_study.parent)
-    monkeypatch.setattr(Local, "session", here.session)
-    out = tmp_path / "out"
-    few = ("--set", "training.steps=5", "--seeds", "3", "--out", str(out))
-    with pytest.raises(SystemExit) as ended:
-        main(["reproduce", "./my_study.py", "--preset", str(tiny), *few])
-    assert ended.value.code == 0, capsys.readouterr()
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    few = ("--set", "training.steps=5", "--seeds", "3", "--out", out)
+    assert run("reproduce", "./my_study.py", "--preset", tiny, *few) == 0, capsys.readouterr()
     table = json.loads((out / "table.json").read_text())
     assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
     assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
     assert table["claims"][0]["verdict"] in ("confirmed", "contradicted", "not confirmed")
-    assert (out / "table.md").read_text().startswith("# Twice as long\n")
+    text = (out / "table.md").read_text()
+    assert text.startswith("# Twice as long\n")
     made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
-    assert made_by in (out / "table.md").read_text()
+    assert made_by in text
     assert (out / "report.html").is_file()
     assert (out / "figures" / "columns.png").is_file()
-    # Once is enough: drawing takes most of the time of a page.
-    undraw(monkeypatch)
-    before = (out / "table.md").read_bytes()
     (out / "table.md").unlink()
-    alone = tmp_path / "alone"
     alone.mkdir()
     for name in ("config.json", "measurements.parquet"):
         shutil.copy(out / name, alone / name)
     for folder in (out, alone):
-        with pytest.raises(SystemExit) as ended:
-            main(["report", str(folder)])
-        assert ended.value.code == 2
+        assert run("report", folder) == 2
         assert "--study" in capsys.readouterr().err
-        with pytest.raises(SystemExit) as ended:
-            main(["report", str(folder), "--study", "my_study.py"])
-        assert ended.value.code == 0, capsys.readouterr()
-        assert (folder / "table.md").read_bytes() == before
+        assert run("report", folder, "--study", "my_study.py") == 0, capsys.readouterr()
+        assert (folder / "table.md").read_text() == text
 
 
 def test_a_study_imports_from_its_own_folder(

@@ -5,6 +5,7 @@ Some numbers are computed once more from the saved models alone.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import torch
 from normattn.errors import InputError
 from normattn.io import read_object
 from normattn.lab.data.tokens import prepare_tokens
-from normattn.lab.stats import measurements, select
+from normattn.lab.report.output import page_json, page_markdown
+from normattn.lab.report.page import context
+from normattn.lab.stats import Bootstrap, measurements, select
 from normattn.lab.studies import find
+from normattn.lab.studies.base import Study
 from normattn.lab.studies.continued import held_out_sets
 from normattn.lab.studies.language import evaluation_sets
 from normattn.lab.studies.preset import EvaluationSettings
-from normattn.lab.sweep.run import Request, Sweep
+from normattn.lab.sweep import paths as sweep_paths
+from normattn.lab.sweep import runner
+from normattn.lab.sweep.paths import write_if_changed
+from normattn.lab.sweep.run import Request, Run, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.init_from import new_model
 from normattn.lab.training.tasks.text import MaskedConfig
@@ -28,7 +35,8 @@ from normattn.models import CausalLM
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.pretrained import load_as, load_model
 from studies import small
-from studies.inprocess import PAGE, files, one_run, run, run_killed, tables, write
+
+Tables = dict[str, list[dict[str, Any]]]
 
 EVERY = {
     "window": 17,
@@ -42,19 +50,70 @@ EVERY = {
 """After how many notes of progress each study is killed, again and again."""
 
 
+class Killed(BaseException):
+    """The power went."""
+
+
+def run(study: Study, sweep: Sweep) -> None:
+    """Every run."""
+    for each in sweep.runs:
+        assert one_run(study, sweep, each) == 0
+
+
+def one_run(study: Study, sweep: Sweep, each: Run) -> int:
+    """Do one run; return its exit code."""
+    paths = sweep.paths(each)
+    write_if_changed(paths.settings, {"study": study.name, **each.model_dump(mode="json")})
+    return runner.run_child(paths.job, study)
+
+
+def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """`run`, but killed at the note of progress number `every`, 2 · `every`, … of each attempt.
+
+    Returns how often it was killed before an attempt came to its end.
+    """
+    notes = kills = 0
+
+    def note(path: Path, value: dict[str, Any]) -> None:
+        nonlocal notes
+        sweep_paths.write_progress(path, value)
+        notes += 1
+        if notes == (kills + 1) * every:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "write_progress", note)
+        patch.setattr(runner, "PROGRESS_SECONDS", 0.0)
+        while True:
+            notes = 0
+            try:
+                run(study, sweep)
+            except Killed:
+                kills += 1
+            else:
+                return kills
+
+
+def page(study: Study, measured: pl.DataFrame) -> tuple[Tables, str]:
+    """The tables of the page by their keys, and its text."""
+    made = context(study.page, measured, bootstrap=Bootstrap(resamples=200))
+    tables: Tables = json.loads(page_json(made))["tables"]
+    return tables, page_markdown(made)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_stopped_anywhere_it_is_the_same(
     name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in {"qknorm": ("sacrebleu", "sklearn"), "rmsnorm": ("torchmetrics",)}.get(name, ()):
+    for library in ("sacrebleu", "sklearn") if name == "qknorm" else ():
         pytest.importorskip(library)
     monkeypatch.setattr("normattn.lab.studies.continued.NORMED", ("KNA",))
     study = find(name)
+    # The two read one corpus, so that nothing differs but the kills.
     whole, broken = (
-        study.resolve(small.request(name, tiny, _made(tmp_path, each), tmp_path / each / "out"))
+        study.resolve(small.request(name, tiny, tmp_path, tmp_path / each))
         for each in ("whole", "broken")
     )
-    # The two read one corpus, so that nothing differs but the kills.
     run(study, whole)
     assert all(stage.is_done() for each in whole.runs for stage in whole.stages(each))
     if name == "rmsnorm":
@@ -63,34 +122,23 @@ def test_stopped_anywhere_it_is_the_same(
         (broken.out / timed).parent.mkdir(parents=True)
         (broken.out / timed).write_bytes((whole.out / timed).read_bytes())
     assert run_killed(study, broken, EVERY[name], monkeypatch) > 1
-    if name == "rmsnorm":
-        same = [measurements.sorted_rows(study.measurements(s.out)) for s in (whole, broken)]
-        assert same[0].drop("data", "weights").equals(same[1].drop("data", "weights"))
-    else:
-        assert files(broken.out) == files(whole.out)
+    measured = study.measurements(whole.out)
+    assert study.measurements(broken.out).equals(measured)
     for metrics in sorted(whole.out.glob("cells/*/*/metrics.jsonl")):
         again = broken.out / metrics.relative_to(whole.out)
         assert again.read_bytes() == metrics.read_bytes()
-    CHECKS[name](whole)
+    CHECKS[name](whole, *page(study, measured))
 
 
-def _made(folder: Path, name: str) -> Path:
-    (folder / name).mkdir()
-    # Corpora lie in one place: their addresses are part of the settings.
-    shared = folder / "corpora"
-    shared.mkdir(exist_ok=True)
-    return shared
-
-
-def _window(sweep: Sweep) -> None:
-    rows = tables(sweep.out)["table"]
+def _window(sweep: Sweep, found: Tables, text: str) -> None:
+    rows = found["table"]
     assert [rows[n]["row"] for n in (0, 2, -1)] == ["no log-n", "no log-n, w = 8", "logn, w = 8"]
     # At w = L no relative position of the training length is touched.
     assert rows[2]["cost"]["value"] == 0.0
 
 
-def _continue(sweep: Sweep) -> None:
-    facts = tables(sweep.out)["table"]
+def _continue(sweep: Sweep, found: Tables, text: str) -> None:
+    facts = found["table"]
     names = (*(f"Baseline{way}" for way in ("", "-PI", "-ABF", "-NTK", "-YaRN")), "KNA")
     assert {(fact["row"], fact["step"]) for fact in facts} == {
         (name, str(step)) for name in names for step in (0, 1, 4)
@@ -106,19 +154,19 @@ def _continue(sweep: Sweep) -> None:
         with model.using(method):
             windows = held_out_sets(data, 8, settings)[-1].windows
             scores = model.token_scores(torch.from_numpy(windows))
-        found = next(f for f in facts if (f["row"], f["step"]) == (name, "4"))
-        assert found["loss_64"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
+        fact = next(f for f in facts if (f["row"], f["step"]) == (name, "4"))
+        assert fact["loss_64"]["value"] == pytest.approx(float(scores.loss.mean()), rel=1e-5)
         correct = 100 * float(scores.correct.double().mean())
-        assert found["accuracy_64"]["value"] == pytest.approx(correct)
+        assert fact["accuracy_64"]["value"] == pytest.approx(correct)
 
 
 def _config(place: Path) -> TrainingConfig:
     return TrainingConfig.parse(read_object(place / "config.json")["config"])
 
 
-def _retrofit(sweep: Sweep) -> None:
+def _retrofit(sweep: Sweep, found: Tables, text: str) -> None:
     """The branches start with the trained weights."""
-    facts = tables(sweep.out)["table"]
+    facts = found["table"]
     names = ("as Baseline", "as KNA", "as QKRMSNorm")
     assert {(fact["row"], fact["step"]) for fact in facts} == {
         (name, str(step)) for name in names for step in (0, 1, 4)
@@ -140,8 +188,7 @@ def _retrofit(sweep: Sweep) -> None:
         assert fact["far"]["value"] == pytest.approx(100 * float(correct.double().mean()))
 
 
-def _mechanism(sweep: Sweep) -> None:
-    found = tables(sweep.out)
+def _mechanism(sweep: Sweep, found: Tables, text: str) -> None:
     clamped = {row["row"]: row for row in found["clamped"]}
     assert clamped["KNA-NoPE"]["accuracy_clamped"] is None
     for row, whole, part, less in (
@@ -152,13 +199,13 @@ def _mechanism(sweep: Sweep) -> None:
         assert row[whole]["value"] == pytest.approx(difference, abs=1e-6)
 
 
-def _qknorm(sweep: Sweep) -> None:
-    found = tables(sweep.out)
+def _qknorm(sweep: Sweep, found: Tables, text: str) -> None:
     assert found["table"][1]["change_loss"]["units"] == 4
     assert found["rates"][0]["loss"]["units"] == 6
     assert [row["row"] for row in found["vision"]] == ["QKBatchNorm ×1", "QKBatchNorm ×2"]
-    measured = measurements.read(sweep.out / PAGE / measurements.FILE)
-    tested = select(measured, {"protocol": "images", "statistic": "accuracy"})
+    tested = select(
+        find("qknorm").measurements(sweep.out), {"protocol": "images", "statistic": "accuracy"}
+    )
     assert set(tested.select("row", "factor.rate").rows()) == {
         ("QKBatchNorm", rate) for rate in (1.0, 2.0)
     }
@@ -178,8 +225,8 @@ def _of_other_data(study: str, out: Path, pattern: str) -> None:
         find(study).collect(out)
 
 
-def _realformer(sweep: Sweep) -> None:
-    rows = tables(sweep.out)["table"]
+def _realformer(sweep: Sweep, found: Tables, text: str) -> None:
+    rows = found["table"]
     chosen = small.CHANGES["realformer"]["sizes.small.rows"]
     assert [(row["size"], row["row"]) for row in rows] == [
         *(("small", row) for row in chosen),
@@ -201,11 +248,11 @@ def _realformer(sweep: Sweep) -> None:
     assert any(not torch.equal(ended[key], weights) for key, weights in trained.items())
 
 
-def _rmsnorm(sweep: Sweep) -> None:
-    rows = tables(sweep.out)["table"]
+def _rmsnorm(sweep: Sweep, found: Tables, text: str) -> None:
+    rows = found["table"]
     assert [row["row"] for row in rows] == ["LayerNorm", "RMSNorm"]
     assert all((row["micro_f1"]["seeds"], row["step_ms"]["units"]) == ([0, 1], 2) for row in rows)
-    assert "RMSNorm costs a little F1 (0.26 points)" in files(sweep.out)["table.md"].decode()
+    assert "RMSNorm costs a little F1 (0.26 points)" in text
     _of_other_data("rmsnorm", sweep.out, "RMSNorm/seed1/evaluations/classification")
 
 
@@ -232,9 +279,9 @@ def test_a_row_and_a_grid_that_diverge_are_results(tiny: Path, tmp_path: Path) -
     assert [one_run(study, made, each) for each in grid_runs] == [0, 3, 0, 3]
     (table,) = (each for each in made.runs if each.variant == "small-PostLN")
     assert one_run(study, made, table) == 3
-    write(study, made.out)
-    assert "PostLN, size small, seed 0: diverged at step" in files(made.out)["table.md"].decode()
-    rows = tables(made.out)["grid"]
+    found, text = page(study, study.measurements(made.out))
+    assert "PostLN, size small, seed 0: diverged at step" in text
+    rows = found["grid"]
     assert [(row["warmup"], row["learning_rate"], row["loss"] is None) for row in rows] == [
         *(("1", "0.001", False), ("1", "10", True)),
         *(("0", "0.001", False), ("0", "10", True)),

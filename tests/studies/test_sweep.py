@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 import apart
-from studies.conftest import Start
+from normattn.lab.runs import RunDirectory
+from studies.conftest import FINISHED, Start, run
 
 ROWS = ("--variants", "Baseline,KNA-logn", "--methods", "unmodified,YaRN")
 SECONDS = 300  # far beyond what it takes alone: speed is not tested here
@@ -43,12 +45,6 @@ def wait_for_training(out: Path, steps: int) -> None:
     wait_until(trained)
 
 
-def forget_progress(out: Path) -> None:
-    """Drop the notes of earlier children, so that those of new ones can be waited for."""
-    for path in out.glob("jobs/*/*/progress.json"):
-        path.unlink()
-
-
 def result(out: Path) -> dict[str, bytes]:
     """Every file that a reader gets."""
     names = ["table.md", "table.csv", "table.json", "report.html", "measurements.parquet"]
@@ -73,114 +69,107 @@ def test_killed_in_the_middle_the_table_is_the_same(
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS)
-    code, said = finish(start(*sweep, "--out", whole, "--jobs", 1, cells_here=True))
+    code, said = finish(start(*sweep, "--out", whole, cells_here=True))
     assert code == 0, said
     for row in rows(whole):
         # Said as soon as its cell ended, and of one seed the same as the table says.
         assert f"  {row['row']}: at the training length {row['train']['value']:.1f}, " in said
 
-    # First the parent alone is killed. Its children save and stop; held still for a while, they are
-    # there when the same command comes again, which waits for them and says so.
+    # First the parent alone is killed. Its child saves and stops; held still for a while, it is
+    # there when the same command comes again, which waits for it and says so.
     process = start(*sweep, "--out", broken, "--jobs", 1)
     wait_for_training(broken, steps=1)
-    orphans = psutil.Process(process.pid).children()
-    for orphan in orphans:
-        orphan.suspend()
+    (orphan,) = psutil.Process(process.pid).children()
+    orphan.suspend()
     process.send(signal.SIGKILL)
-    forget_progress(broken)
-    process = start(*sweep, "--out", broken, "--jobs", 1)
+    process = start(*sweep, "--out", broken, cells_here=True)
     wait_until(lambda: "normattn: waiting for process " in process.complained())
-    for orphan in orphans:
-        orphan.resume()
-    _, alive = psutil.wait_procs(orphans, SECONDS)
+    for path in broken.glob("jobs/*/*/progress.json"):
+        path.unlink()
+    orphan.resume()
+    _, alive = psutil.wait_procs([orphan], SECONDS)
     assert not alive
-    forget_progress(broken)
-    # Then everything at once, as when the power goes.
+    # Then everything at once, as when the power goes: the cells are in this process.
     wait_for_training(broken, steps=100)
-    for child in psutil.Process(process.pid).children():
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
     process.send(signal.SIGKILL)
     assert not (broken / "table.json").exists()
 
-    code, said = finish(start(*sweep, "--out", broken, cells_here=True))
-    assert code == 0, said
-    assert result(broken) == result(whole)
+    # Done is done: nothing is trained or evaluated again, and the table stays.
+    before: dict[Path, int] = {}
+    for _ in range(2):
+        code, said = finish(start(*sweep, "--out", broken, cells_here=True))
+        assert code == 0, said
+        assert result(broken) == result(whole)
+        assert not before or written(broken) == before
+        before = written(broken)
     for cell in ("Baseline", "KNA-logn"):
-        metrics = Path("cells") / cell / "seed0" / "metrics.jsonl"
+        metrics = f"cells/{cell}/seed0/metrics.jsonl"
         assert (broken / metrics).read_bytes() == (whole / metrics).read_bytes()
 
-    # Done is done: nothing is trained or evaluated again, and the table stays.
-    before = written(broken)
-    code, said = finish(start(*sweep, "--out", broken, cells_here=True))
-    assert code == 0, said
-    assert written(broken) == before
-    assert result(broken) == result(whole)
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A copy of a finished study of KNA."""
+    return Path(shutil.copytree(finished, tmp_path / "out"))
 
 
-def test_refused_and_widened(tiny: Path, tmp_path: Path, start: Start) -> None:
-    out = tmp_path / "out"
-    sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    process = start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True)
-    wait_until((out / "jobs").exists)
-    process.send(signal.SIGSTOP)  # So that it cannot be done before the other one looks.
-    code, said = finish(start(*sweep, "--variants", "KNA"))
-    process.send(signal.SIGCONT)
+@pytest.mark.usefixtures("runs_here")
+def test_refused_and_widened(
+    tiny: Path, out: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(*words: object) -> tuple[int, str]:
+        code = run("reproduce", "keynorm", "--preset", tiny, *words, "--out", out)
+        return code, capsys.readouterr().err
+
+    with RunDirectory.existing(out).lock():
+        code, said = finish(
+            start("reproduce", "keynorm", "--preset", tiny, *FINISHED, "--out", out)
+        )
     assert code == 2
     assert "is in use by process" in said
-    code, said = finish(process)
-    assert code == 0, said
-    assert [row["row"] for row in rows(out)] == ["KNA"]
-
-    code, said = finish(start(*sweep[:-4], "--set", "training.steps=6", "--out", out))
+    code, said = ask("--set", "training.steps=6")
     assert code == 2
-    assert "training.steps is 5 there and 6 here" in said
+    assert "training.steps is 2 there and 6 here" in said
 
-    wider = ("--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2)
-    code, said = finish(start(*sweep, *wider, cells_here=True))
+    steps = ("--set", "training.steps=2")
+    code, said = ask(*steps, "--variants", "KNA,QNA", "--methods", "NTK", "--seeds", 2)
     assert code == 0, said
-    assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK"]
-    assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1]]
-    command = "normattn reproduce keynorm --preset ./tiny.toml --set training.steps=5"
+    assert [row["row"] for row in rows(out)] == ["QNA-NTK", "KNA", "KNA-NTK", "KNA-YaRN"]
+    assert [row["non_repeated"]["seeds"] for row in rows(out)] == [[0, 1], [0], [0, 1], [0]]
+    command = "normattn reproduce keynorm --preset ./tiny.toml --set training.steps=2"
     first, second = (
-        "--variants KNA --methods unmodified",
+        "--variants KNA --methods unmodified,YaRN",
         "--variants KNA,QNA --methods NTK --seeds 2",
     )
     assert f"`{command} {first} && {command} {second}`" in (out / "table.md").read_text()
 
+    # A cell that fails is named, and the others are done.
+    (out / "cells" / "CosA" / "seed0").mkdir(parents=True)
+    (out / "cells" / "CosA" / "seed0" / "notes.txt").write_text("not ours")
+    code, said = ask(*steps, "--variants", "CosA,Baseline", "--methods", "unmodified")
+    assert code == 2
+    assert "CosA seed 0 failed: " in said
+    assert "notes.txt" in said
+    assert "Traceback" not in said
+    found = [row["row"] for row in rows(out)]
+    assert found == ["Baseline", "QNA-NTK", "KNA", "KNA-NTK", "KNA-YaRN"]
 
-def test_a_diverged_cell_is_a_result(tiny: Path, tmp_path: Path, start: Start) -> None:
-    out = tmp_path / "out"
+
+@pytest.mark.usefixtures("runs_here")
+def test_a_diverged_cell_is_a_result(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Tiger's steps are relative: at this rate every weight grows tenfold a step.
     poison = ("training.optimiser.name=tiger", "training.optimiser.lr=10")
     changes = [word for setting in poison for word in ("--set", setting)]
+    out = tmp_path / "out"
     sweep = ("reproduce", "keynorm", "--preset", tiny, *changes, "--out", out, *ROWS)
-    code, said = finish(start(*sweep, cells_here=True))
-    assert code == 0, said
-    assert "diverged" in said
+    assert run(*sweep) == 0
+    assert "diverged" in "".join(capsys.readouterr())
     page = (out / "table.md").read_text()
     assert {row["row"] for row in rows(out)} == {"Baseline", "KNA-logn"}
     for name in ("Baseline", "KNA-logn"):
         assert f"{name}, seed 0: diverged at step" in page
     first = result(out)
-    code, said = finish(start(*sweep))
-    assert code == 0, said
+    assert run(*sweep) == 0
     assert result(out) == first
-
-
-def test_a_failed_cell_is_named_and_the_others_are_done(
-    tiny: Path, tmp_path: Path, start: Start
-) -> None:
-    out = tmp_path / "out"
-    sweep = ("reproduce", "keynorm", "--preset", tiny, "--set", "training.steps=5", "--out", out)
-    done = start(*sweep, "--variants", "KNA", "--methods", "unmodified", cells_here=True)
-    assert finish(done)[0] == 0
-    (out / "cells" / "QNA" / "seed0").mkdir(parents=True)
-    (out / "cells" / "QNA" / "seed0" / "notes.txt").write_text("not ours")
-    others = ("--variants", "QNA,Baseline", "--methods", "unmodified")
-    code, said = finish(start(*sweep, *others, cells_here=True))
-    assert code == 2
-    assert "QNA seed 0 failed: " in said
-    assert "notes.txt" in said
-    assert "Traceback" not in said
-    assert [row["row"] for row in rows(out)] == ["Baseline", "KNA"]

@@ -23,7 +23,7 @@ from normattn.lab.training.step import TrainStep
 from .settings import small
 from .toy import ToyTask, config, open_run
 
-STEPS = 12
+STEPS = 8
 # Single numbers (ReZero), vectors, and matrices whose rows do not divide by four.
 MODEL: dict[str, Any] = {
     "dim": 20,

@@ -44,19 +44,19 @@ def test_the_estimate_is_what_weights_gradients_moments_and_inputs_of_blocks_tak
     assert make_plan(config, cost, 2).checkpoint == numbers * 4 * 3
 
 
-@pytest.mark.parametrize(("parallel", "size"), [("ddp", 2), ("fsdp", 4)])
-def test_the_state_is_what_processes_hold(parallel: str, size: int) -> None:
-    settings = small(**CURVE, parallel=parallel)
-    plan = make_plan(settings, settings.cost(), size)
+def test_the_state_is_what_processes_hold() -> None:
     whole, curve = together(1, hold, "ddp")[0]
-    each = together(size, hold, parallel)
-    assert all(ours == pytest.approx(curve, rel=1e-6) for _, ours in each)
-    held = [held for held, _ in each]
-    # Rows are dealt out by the largest share: vectors of two numbers leave two of four without.
-    assert whole <= sum(held) <= 1.05 * whole * (size if parallel == "ddp" else 1)
-    assert plan.state == pytest.approx(sum(held) / size, rel=0.03)
-    # The first process holds most where rows do not divide.
-    assert plan.state == pytest.approx(max(held), rel=0.15)
+    for parallel, size in (("ddp", 2), ("fsdp", 4)):
+        settings = small(**CURVE, parallel=parallel)
+        plan = make_plan(settings, settings.cost(), size)
+        each = together(size, hold, parallel)
+        assert all(ours == pytest.approx(curve, rel=1e-6) for _, ours in each)
+        held = [held for held, _ in each]
+        # Rows are dealt out by the largest share: vectors of two numbers leave two of four without.
+        assert whole <= sum(held) <= 1.05 * whole * (size if parallel == "ddp" else 1)
+        assert plan.state == pytest.approx(sum(held) / size, rel=0.03)
+        # The first process holds most where rows do not divide.
+        assert plan.state == pytest.approx(max(held), rel=0.15)
 
 
 def test_a_plan_says_where_the_memory_is_too_small() -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import apart
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
 from normattn.lab.training.loop import train
 from normattn.lab.training.task import TrainingResult
 
-from .processes import start
 from .toy import ToyTask, config, open_run
 
 DROPOUT = 0.2
 STEPS = 60
+CHILD = "import sys; from training.child import main; sys.exit(main())"
 
 
 def run(path: Path, stop_at: int | None = None, **changes: object) -> TrainingResult:
@@ -86,21 +88,19 @@ def test_a_killed_process_goes_on_bit_for_bit(
         "pause": 0.005,
         "checkpoint_seconds": 0.02 if kind is signal.SIGKILL else 30.0,
     }
-    child = start(tmp_path / "run", options)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if int(line) >= wait_for:
-            child.send_signal(kind)
-            break
-    _, said = child.communicate()
-    assert (tmp_path / "run" / "status.json").exists(), said
-    status = read_status(tmp_path / "run")
-    assert status is not None
+    child = apart.Program(CHILD, tmp_path / "run", json.dumps(options))
+    while child.printed().count("\n") < wait_for:
+        assert not child.ended, child.complained()
+        time.sleep(0.002)
+    child.send(kind)
+    ended = child.end()
+    said, status = ended.err, read_status(tmp_path / "run")
+    assert status is not None, said
     if kind is signal.SIGKILL:
-        assert child.returncode == -signal.SIGKILL
+        assert ended.code == -signal.SIGKILL
         assert status.state == "running"
     else:
-        assert child.returncode == 130
+        assert ended.code == 130
         assert (status.state, wait_for <= status.step < STEPS) == ("interrupted", True)
         assert kind.name in said
         assert len(said.strip().splitlines()) == 1
@@ -124,22 +124,6 @@ def test_lines_past_the_checkpoint_and_a_torn_one_are_cut(tmp_path: Path, unbrok
     for name in ("none", "some"):
         run(tmp_path / name)
         assert_same(tmp_path / name, unbroken)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(
-    tmp_path: Path, unbroken: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for stop in (10, 10):
-        with pytest.raises(Interrupted, match="rerun the command to resume from there"):
-            run(tmp_path / "run", stop_at=stop)
-    damaged = tmp_path / "run/checkpoints/step-00000020/tensors.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    capsys.readouterr()
-    run(tmp_path / "run")
-    said = capsys.readouterr().err
-    assert "step-00000020 is damaged" in said
-    assert len(said.splitlines()) == 1
-    assert_same(tmp_path / "run", unbroken)
 
 
 def test_another_environment_is_said_in_one_line_and_kept(

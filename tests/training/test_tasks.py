@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from data.pairs_helpers import multi_layout
-from data.relation_files import write_relations
+from data.helpers import multi_layout, write_relations
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data.batches import Masking, TrainingBatches
 from normattn.lab.data.images import ImageBatches, prepare_images
@@ -34,6 +33,7 @@ from normattn.models.translator import Translator
 from normattn.models.vision_transformer import VisionTransformer
 
 from .settings import SMALL, small
+from .test_unit_weights import NGPT
 
 Settings = Callable[..., Any]
 GAU = {"dim": 16, "layers": 2, "train_length": 16, "block": "gau", "placement": "DeepNorm"}
@@ -114,6 +114,7 @@ def stop_after(steps: int) -> Callable[[], bool]:
             {"qk_clip": 0.02, "accumulate": 2, "model": {**SMALL["model"], "score": "Baseline"}},
         ),
         ("causal", {"model": GAU, "precision": "bf16"}),
+        ("causal", {"model": NGPT, "unit_weights": True}),
         ("masked", {"model": {"dropout": 0.1}, "accumulate": 2}),
         ("vision", {"model": {"dropout": 0.1}, "accumulate": 2, "shift": 1}),
         # Running statistics of a BatchNorm among what is kept.
@@ -196,7 +197,6 @@ def test_a_run_learns_and_leaves_its_model(
 
 
 def test_a_classifier_learns_what_the_words_say(tmp_path: Path, made: dict[str, Settings]) -> None:
-    pytest.importorskip("torchmetrics")
     settings = made["classification"](steps=40, optimiser={"lr": 1e-2})
     assert (settings.model.vocab_size, settings.model.train_length) == (120, 16)
     assert train(settings, tmp_path).loss < 0.2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.pairs_helpers import multi_layout
+from data.helpers import multi_layout
 from normattn.lab.data.pairs import PairData, prepare_pairs
 from normattn.lab.training.tasks.translation import (
     TranslationConfig,

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from normattn import CausalLM, CausalLMConfig, InputError
-from normattn.errors import Interrupted
-from normattn.lab.runs import read_metrics
 from normattn.lab.training import train_model
 from normattn.lab.training.unit_weights import UnitWeights
 
@@ -47,27 +43,10 @@ def test_each_matrix_is_normalised_along_the_width(block: str, tied: bool) -> No
     assert matrices == (named if tied else {*named, "head"})
 
 
-def _train(path: Path, stop_at: int | None = None, **changes: Any) -> list[float]:
-    steps = itertools.count(1)
-    config = small(model=NGPT, steps=6, **changes)
-    train_model(*(config, path), show_progress=False, should_stop=lambda: next(steps) == stop_at)
-    return [line["loss"] for line in read_metrics(path / "metrics.jsonl")]
-
-
-def _weights(run: Path) -> dict[str, Tensor]:
-    (file,) = (run / "model").glob("*.safetensors")
-    return load_file(file)
-
-
-def test_a_training_keeps_weights_at_length_1_and_resumes_exactly(tmp_path: Path) -> None:
-    losses = _train(tmp_path / "whole", unit_weights=True)
-    with pytest.raises(Interrupted):
-        _train(tmp_path / "broken", 3, unit_weights=True)
-    assert _train(tmp_path / "broken", unit_weights=True) == losses
-    assert losses != _train(tmp_path / "free")
-    whole, broken = (_weights(tmp_path / name) for name in ("whole", "broken"))
-    assert all(torch.equal(weight, broken[name]) for name, weight in whole.items())
-    for name, weight in whole.items():
+def test_a_training_keeps_weights_at_length_1(tmp_path: Path) -> None:
+    """Its exact resume is tested in test_tasks.py."""
+    train_model(small(model=NGPT, steps=5, unit_weights=True), tmp_path, show_progress=False)
+    for name, weight in load_file(tmp_path / "model" / "model.safetensors").items():
         if weight.ndim == 2 and ".score." not in name:
             axis = 0 if ".out." in name or ".down." in name else 1
             torch.testing.assert_close(weight.norm(dim=axis), torch.ones(weight.shape[1 - axis]))

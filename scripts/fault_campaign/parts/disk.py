@@ -168,4 +168,5 @@ def _failing(disk: ctypes.CDLL, number: int, work: Callable[[], int]) -> Callabl
 
 
 if __name__ == "__main__":
-    _preloaded(Setting(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))
+    place, library, record = map(Path, sys.argv[1:4])
+    _preloaded(Setting(place, place), library, record, float(sys.argv[4]))
