@@ -186,7 +186,9 @@ def test_a_given_deviation_is_used() -> None:
             assert _deviation(weight) == pytest.approx(0.02, rel=0.03), name
 
 
-@pytest.mark.parametrize("which", [("gau", "DeepNorm"), ("mha", "PreLN")])
+@pytest.mark.parametrize(
+    "which", [("gau", "DeepNorm"), *(("mha", placement) for placement in get_args(Placement))]
+)
 def test_bfloat16_autocast_follows_full_precision(which: tuple[str, str]) -> None:
     settings = {**BLOCKS[which[0]], "placement": which[1]}
     model, ids = _model(**settings).float(), _ids(2, 17)

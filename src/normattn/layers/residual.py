@@ -119,7 +119,8 @@ class NGPT(ResidualConnection):
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Move `x` towards the sub-layer's output and normalise it."""
         step = (self.alpha * (self.start * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
-        return self.normed(torch.lerp(x, self.normed(self.branch(x, context)), step))
+        end = self.normed(self.branch(x, context)).to(x.dtype)  # autocast leaves it in bfloat16
+        return self.normed(torch.lerp(x, end, step))
 
 
 class FixedScale(ResidualConnection):

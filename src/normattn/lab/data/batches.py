@@ -89,7 +89,7 @@ class TrainingBatches:
         if tiling is not None and tiling.fraction > 0 and tiling.high > length:
             raise InputError(
                 f"tiled segments of up to {tiling.high} tokens do not repeat in a sequence of "
-                f"{length}: tiled_high must be at most the length"
+                f"{length}: lower data.tiled_high to the length, or use longer sequences"
             )
         if split.total < length + 1:
             raise InputError(
