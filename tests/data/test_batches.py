@@ -175,7 +175,7 @@ def test_an_epoch_holds_every_document_at_most_once(
 def test_impossible_batches_are_refused() -> None:
     with pytest.raises(InputError, match=r"test split is too small .* has 12 tokens and 13 are"):
         TrainingBatches(make_split([5, 5]), 12, 2, 0)
-    with pytest.raises(InputError, match="lower data.tiled_high"):
+    with pytest.raises(InputError, match=r"lower data\.tiled_high"):
         TrainingBatches(SPLIT, 16, 2, 0, Tiling(0.5, 8, 32))
     with pytest.raises(InputError, match=r"make 512 tokens, more than batch_tokens \(500\)"):
         PairBatches(pair_split([(30, 30)]), 500, 0)
