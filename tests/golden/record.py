@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,10 @@ def full_logits(model: Any) -> Tensor:
 
 @torch.no_grad()
 def decoded_logits(model: Any) -> Tensor:
-    """The same from a prefill of five tokens, a step of four and single tokens."""
+    """The same from a prefill of five tokens, single tokens and steps of several."""
     ids, rows = token_ids(), []
     cache = model.new_cache()
-    for start, end in ((0, 5), (5, 9), *((at, at + 1) for at in range(9, LENGTH))):
+    for start, end in pairwise((0, 5, 7, 8, 9, 15, 16, 17, LENGTH)):
         rows.append(model(ids[:, start:end], cache=cache)[0, :, :SHOWN])
     return torch.cat(rows)
 

@@ -52,8 +52,7 @@ def assert_agrees(inputs: AttentionInputs) -> None:
         assert (one - other).norm() <= TOLERANCE[ours[0].dtype] * max(1.0, other.norm().item())
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float64, False), (torch.float32, True)])
 def test_keys_beyond_a_heads_reach_are_left_out(
     dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,12 +60,12 @@ def test_keys_beyond_a_heads_reach_are_left_out(
     monkeypatch.setattr(tiled, "REACH_FROM", 1)
     monkeypatch.setattr(tiled, "TILE_BYTES", 1)
     groups = 1 if dtype == torch.float64 else 3
-    inputs = biased(120, causal=causal, heads=3, groups=groups, dtype=dtype, slope=20.0)
+    inputs = biased(72, causal=causal, heads=3, groups=groups, dtype=dtype, slope=20.0)
     assert_agrees(inputs)
-    assert_agrees(replace(inputs, q=inputs.q[:, :, -50:], mask=biased(50, 120, causal).mask))
+    assert_agrees(replace(inputs, q=inputs.q[:, :, -30:], mask=biased(30, 72, causal).mask))
     few = _flops(inputs)
-    monkeypatch.setattr(tiled, "REACH_FROM", 121)
-    assert few < 0.7 * _flops(inputs)
+    monkeypatch.setattr(tiled, "REACH_FROM", 73)
+    assert few < 0.8 * _flops(inputs)
 
 
 def _flops(inputs: AttentionInputs) -> int:

@@ -15,6 +15,7 @@ from normattn.kernels import AttentionInputs, AttentionMask, attend, run_kernel,
 from normattn.kernels.residual_scores import ResidualScores
 from normattn.kernels.stats import Observation, Observer, observing
 from score.cases import documents, tensors
+from thorough import half_of
 
 from .problems import in_float64, make_inputs, outputs_and_gradients
 
@@ -84,8 +85,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "ROWS", 4)
 
 
-@pytest.mark.parametrize("given", OPTIONS)
-@pytest.mark.parametrize("text", SCORES)
+@pytest.mark.parametrize(("text", "given"), half_of(SCORES, [*OPTIONS]))
 def test_statistics_are_those_of_the_weights(text: str, given: str) -> None:
     """The weights are read off by values that are unit vectors."""
     options = OPTIONS[given]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from normattn import InputError
 from normattn.kernels import AttentionInputs, attend, reasons, tiled
 from normattn.kernels.residual_scores import ResidualScores
+from thorough import half_of
 
 from .problems import (
     RESIDUAL,
@@ -61,8 +62,7 @@ def gradients(loss: Tensor, layers: list[AttentionInputs], **more: Any) -> list[
 
 
 @every_way
-@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
-@pytest.mark.parametrize("case", RESIDUAL)
+@pytest.mark.parametrize(("case", "mean"), half_of([*RESIDUAL], [False, True]))
 def test_outputs_and_gradients_of_four_layers(case: str, mean: bool, way: str) -> None:
     layers = make_layers(case, 4)
     ours, expected = run_layers(layers, way, mean), by_hand(layers, mean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,16 +27,13 @@ IDS = [recipe.text for recipe in RECIPES]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 
 
-@pytest.fixture(params=[(3, 1500), (256, 2**20)], ids=["small", "one tile"])
-def backends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Tiles of 3 rows of some heads or batch rows, and of everything."""
-    monkeypatch.setattr(tiled, "ROWS", request.param[0])
-    monkeypatch.setattr(tiled, "TILE_BYTES", request.param[1])
-    return ("reference", "chunked", "auto")
+TILES = {"chunked": (256, 2**20), "chunked in small tiles": (3, 1500)}
+"""Tiles of everything, and of 3 rows of some heads or batch rows."""
+BACKENDS = ("reference", "auto", *TILES)
 
 
 def _assert_agree(
-    recipe: Recipe, backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options: Any
+    recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, backends: Any = BACKENDS, **options: Any
 ) -> None:
     """All backends give the oracle's output and gradients."""
     names = {"attn_mask": "mask", "key_padding": "padding"}
@@ -46,47 +44,43 @@ def _assert_agree(
     expected = oracle.attend(recipe, q, k, v, learned=parameters, **words)
     by_hand = torch.autograd.grad(expected.sin().sum(), leaves)
     for backend in backends:
-        out = attention(q, k, v, score, backend=backend, **options)
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
-        ours = torch.autograd.grad(out.sin().sum(), leaves)
-        torch.testing.assert_close(ours, by_hand, rtol=1e-9, atol=1e-10)
+        rows, size = TILES.get(backend, TILES["chunked"])
+        with mock.patch.multiple(tiled, ROWS=rows, TILE_BYTES=size):
+            out = attention(q, k, v, score, backend=backend.partition(" ")[0], **options)
+            torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-10)
+            ours = torch.autograd.grad(out.sin().sum(), leaves)
+            torch.testing.assert_close(ours, by_hand, rtol=1e-9, atol=1e-10)
 
 
 @every_recipe
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (4, 2), (3, 3)])
-def test_grouped_heads_and_values_of_another_size(
-    recipe: Recipe, heads: int, groups: int, backends: tuple[str, ...]
-) -> None:
+def test_grouped_heads_and_values_of_another_size(recipe: Recipe, heads: int, groups: int) -> None:
     q, k, v = tensors((2, heads, 7, 4), (2, groups, 7, 4), (2, groups, 7, 6))
-    _assert_agree(recipe, backends, q, k, v)
+    _assert_agree(recipe, q, k, v)
 
 
 @every_recipe
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 8), (3, 8), (7, 8), (2, 3)])
-def test_fewer_queries_than_keys_are_the_last_ones(
-    recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
-) -> None:
+def test_fewer_queries_than_keys_are_the_last_ones(recipe: Recipe, queries: int, keys: int) -> None:
     q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
-    _assert_agree(recipe, backends, q, k, v)
+    _assert_agree(recipe, q, k, v)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.method != "ReRoPE"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 5), (5, 1), (7, 4), (4, 7)])
-def test_bidirectional_over_any_lengths(
-    recipe: Recipe, queries: int, keys: int, backends: tuple[str, ...]
-) -> None:
+def test_bidirectional_over_any_lengths(recipe: Recipe, queries: int, keys: int) -> None:
     q, k, v = tensors((2, 2, queries, 4), (2, 2, keys, 4), (2, 2, keys, 4))
-    _assert_agree(recipe, (*backends, "fused"), q, k, v, causal=False)
+    _assert_agree(recipe, q, k, v, (*BACKENDS, "fused"), causal=False)
 
 
 @every_recipe
-def test_padding_anywhere(recipe: Recipe, backends: tuple[str, ...]) -> None:
+def test_padding_anywhere(recipe: Recipe) -> None:
     q, k, v = tensors((3, 2, 7, 4), (3, 1, 7, 4), (3, 1, 7, 4))
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[0, :3], padding[1, 5:], padding[2, ::2] = True, True, True
-    _assert_agree(recipe, backends, q, k, v, key_padding=padding)
+    _assert_agree(recipe, q, k, v, key_padding=padding)
     if recipe.method != "ReRoPE":
-        _assert_agree(recipe, backends, q, k, v, key_padding=padding, causal=False)
+        _assert_agree(recipe, q, k, v, key_padding=padding, causal=False)
 
 
 STATISTICS = [
@@ -107,7 +101,7 @@ def test_statistics_leave_out_the_padding_of_queries_and_of_keys(
     at = torch.arange(6)[None]
     keys, queries = at < torch.tensor([[2], [0], [4]]), at >= torch.tensor([[6], [3], [5]])
     options = {"key_padding": keys, "query_padding": queries if padded else None}
-    _assert_agree(recipe, ("reference", "auto"), q, k, v, causal=False, **options)
+    _assert_agree(recipe, q, k, v, ("reference", "auto"), causal=False, **options)
 
 
 def _masks() -> Iterator[tuple[str, Tensor]]:
@@ -124,26 +118,28 @@ def _masks() -> Iterator[tuple[str, Tensor]]:
 
 @every_recipe
 @pytest.mark.parametrize(("name", "mask"), list(_masks()), ids=[name for name, _ in _masks()])
-def test_masks(recipe: Recipe, name: str, mask: Tensor, backends: tuple[str, ...]) -> None:
+def test_masks(recipe: Recipe, name: str, mask: Tensor) -> None:
     q, k, v = tensors((2, 2, 7, 4), (2, 2, 7, 4), (2, 2, 7, 4))
-    _assert_agree(recipe, backends, q, k, v, attn_mask=mask)
+    _assert_agree(recipe, q, k, v, attn_mask=mask)
     padding = torch.arange(7)[None] < torch.tensor([[1], [3]])
-    _assert_agree(recipe, backends, q, k, v, attn_mask=mask, key_padding=padding)
+    _assert_agree(recipe, q, k, v, attn_mask=mask, key_padding=padding)
 
 
 @every_recipe
-def test_explicit_positions(recipe: Recipe, backends: tuple[str, ...]) -> None:
+def test_explicit_positions(recipe: Recipe) -> None:
     q, k, v = tensors((2, 2, 5, 4), (2, 2, 6, 4), (2, 2, 6, 4))
     rows = torch.tensor([[0, 1, 5, 9, 30], [3, 2, 1, 0, 4]])
     columns = torch.tensor([5, 0, 1, 2, 9, 3])
-    _assert_agree(recipe, backends, q, k, v, q_positions=rows, k_positions=columns)
-    _assert_agree(recipe, backends, q, k, v, q_positions=rows[0], k_positions=columns)
-    _assert_agree(recipe, backends, q, k, v, q_positions=rows)
-    _assert_agree(recipe, backends, q, k, v, k_positions=torch.stack((columns, columns.flip(0))))
     padding = torch.arange(6)[None] < torch.tensor([[2], [0]])
-    _assert_agree(
-        recipe, backends, q, k, v, q_positions=rows, k_positions=columns, key_padding=padding
-    )
+    given: list[dict[str, Tensor]] = [
+        {"q_positions": rows, "k_positions": columns},
+        {"q_positions": rows[0], "k_positions": columns},
+        {"q_positions": rows},
+        {"k_positions": torch.stack((columns, columns.flip(0)))},
+        {"q_positions": rows, "k_positions": columns, "key_padding": padding},
+    ]
+    for options in given:
+        _assert_agree(recipe, q, k, v, **options)
 
 
 @every_recipe

@@ -10,12 +10,6 @@ import pytest
 
 from layers.written_out import of_program
 
-
-def fox(places: str) -> str:
-    """A call with a forgetting gate at these places."""
-    return f"attention(q, k, v, 'KNA-FoX', forget=logits, {places})"
-
-
 # name, the call, what its refusal must say
 CASES = [
     ("three axes", "attention(q[0], k, v, 'KNA')", "q, k and v must be (batch, heads, tokens"),
@@ -23,156 +17,97 @@ CASES = [
     ("k and v heads", "attention(q, k, v[:, :1], 'KNA')", "k and v must have the same heads"),
     ("sizes", "attention(q, k[..., :2], v, 'KNA')", "q and k must have the same size"),
     ("groups", "attention(q[:, :3], k, v, 'KNA')", "must be a multiple of the key heads"),
-    ("dtypes", "attention(q, k.half(), v, 'KNA')", "must share a dtype"),
-    (
-        "devices, after a call of these shapes",
-        "attention(q, k, v, 'KNA'), attention(q, k.to('meta'), v, 'KNA')",
-        "k is on the meta device",
-    ),
-    (
-        "float8 in a cache",
-        "attention(*(x.to(e4m3) for x in (q[:, :2], k, v)), Score('KNA', 2, 4), "
-        "cache=KeyValueCache())",
-        "bfloat16 or float16",
-    ),
+    ("devices", "read('KNA'), read('KNA', k=k.to('meta'))", "k is on the meta device"),
+    ("float8 in a cache", "kept(q.to(e4m3), k.to(e4m3), v.to(e4m3))", "bfloat16 or float16"),
     ("float8 in a layer", "Attention(8, 2)(x.to(e4m3))", "x must be float32, float64"),
     ("complex", "attention(*(x.cfloat() for x in (q, k, v)), 'KNA-NoPE')", "float32, float64"),
-    ("float8 mask", "attention(q, k, v, 'KNA', attn_mask=mask.to(e4m3))", "attn_mask must be"),
+    ("float8 mask", "read('KNA', attn_mask=mask.to(e4m3))", "attn_mask must be"),
     ("odd size", "attention(q[..., :3], k[..., :3], v, 'KNA')", "an even head dimension"),
     ("more queries", "attention(q, k[:, :, 1:], v[:, :, 1:], 'KNA')", "needs q_positions"),
-    ("backend", "attention(q, k, v, 'KNA', backend='flash')", "unknown backend 'flash'"),
-    ("dropout", "attention(q, k, v, 'KNA', dropout_p=1.0)", "at least 0 and below 1"),
-    ("padding shape", "attention(q, k, v, 'KNA', key_padding=padding[:1])", "key_padding must be"),
-    (
-        "padding dtype",
-        "attention(q, k, v, 'KNA', key_padding=padding.int())",
-        "key_padding must be",
-    ),
-    (
-        "query padding",
-        "attention(q, k, v, 'KNA', query_padding=padding[:, 1:])",
-        "query_padding must be boolean of shape (2, 5)",
-    ),
-    ("mask shape", "attention(q, k, v, 'KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
-    ("mask dtype", "attention(q, k, v, 'KNA', attn_mask=mask.int())", "attn_mask must be boolean"),
-    ("positions shape", "attention(q, k, v, 'KNA', q_positions=at[:3])", "q_positions must be"),
-    ("real positions", "attention(q, k, v, 'KNA', q_positions=at.float())", "must be int64 or"),
-    ("unsigned", "attention(q, k, v, 'KNA', q_positions=at.byte())", "must be int64 or int32"),
-    ("bidirectional", "attention(q, k, v, 'KNA-ReRoPE@8', causal=False)", "for causal attention"),
-    ("leak", "attention(q, k, v, 'QKInstanceNorm(gain=false)')", "leaks the future"),
-    (
-        "restarting positions",
-        "attention(q, k, v, 'KNA', q_positions=again, k_positions=again)",
-        "add Packed to the score and give documents",
-    ),
-    ("restarting row", "attention(q, k, v, 'KNA', k_positions=rows)", "documents="),
+    ("backend", "read('KNA', backend='flash')", "unknown backend 'flash'"),
+    ("dropout", "read('KNA', dropout_p=1.0)", "at least 0 and below 1"),
+    ("padding shape", "read('KNA', key_padding=padding[:1])", "key_padding must be"),
+    ("padding dtype", "read('KNA', key_padding=padding.int())", "key_padding must be"),
+    ("query padding", "read('KNA', query_padding=padding[:, 1:])", "query_padding must be boolean"),
+    ("mask shape", "read('KNA', attn_mask=mask[:3])", "broadcast to (2, 4, 5, 5)"),
+    ("mask dtype", "read('KNA', attn_mask=mask.int())", "attn_mask must be boolean"),
+    ("positions shape", "read('KNA', q_positions=at[:3])", "q_positions must be"),
+    ("real positions", "read('KNA', q_positions=at.float())", "must be int64 or"),
+    ("unsigned", "read('KNA', q_positions=at.byte())", "must be int64 or int32"),
+    ("bidirectional", "read('KNA-ReRoPE@8', causal=False)", "for causal attention"),
+    ("leak", "read('QKInstanceNorm(gain=false)')", "leaks the future"),
+    ("restarting", "read('KNA', q_positions=again, k_positions=again)", "add Packed to the score"),
+    ("restarting row", "read('KNA', k_positions=rows)", "documents="),
     ("restarting in a layer", "Attention(8, 2)(x, positions=again)", "documents="),
-    (
-        "restarting in a cache",
-        "attention(q[:, :2], k, v, Score('KNA', 2, 4), cache=KeyValueCache(), k_positions=rows)",
-        "documents=",
-    ),
+    ("restarting in a cache", "kept(q, k, v, k_positions=rows)", "documents="),
     ("no batch", "Attention(8, 2)(x[0])", "must be (batch, tokens, width)"),
-    ("no batch of a source", "CrossAttention(8, 2).remember(x[0])", "source must be (batch"),
-    ("open", "attention(q, k, v, 'KNA-YaRN@8')", "needs factor"),
-    ("unknown", "attention(q, k, v, 'KNB')", "did you mean KNA"),
-    ("built for", "attention(q, k, v, Score('KNA', 4, 8, 2))", "the score was built for 4 query"),
-    ("learned", "attention(q, k, v, 'QKRMSNorm')", "make a Score(spec, heads=…, head_dim=…)"),
-    ("length 1", "ScoreSpec.parse('KNA', train_length=1)", "whole number of at least 2"),
+    ("no batch of a source", "cross().remember(x[0])", "source must be (batch"),
+    ("open", "read('KNA-YaRN@8')", "needs factor"),
+    ("learned", "read('QKRMSNorm')", "make a Score(spec, heads=…, head_dim=…)"),
     ("no head size", "Attention(16, 3)", "does not divide into 3 heads"),
     ("uneven heads", "Attention(16, 4, 3)", "cannot share 3"),
     ("no heads", "Attention(16, 0)", "must be a whole number of at least 1"),
     ("dropout of a layer", "Attention(16, 4, dropout=1.0)", "below 1"),
-    ("no key", "GatedAttentionUnit(8, key_size=0)", "must be a whole number of at least 1"),
-    ("offset", "GatedAttentionUnit(8, 8, separate_qk=True, offset=True)", "separate_qk"),
+    ("no key", "gated(8, key_size=0)", "must be a whole number of at least 1"),
+    ("offset", "gated(8, 8, separate_qk=True, offset=True)", "separate_qk"),
     ("no blocks", "deepnorm_factors(0)", "must be a whole number of at least 1"),
     ("half a head", "Attention(8.0, 2)", "dim must be a whole number"),
     ("a word for heads", "Score('KNA', '2', 8)", "heads must be a whole number"),
-    ("source of no width", "CrossAttention(8, 2, source_dim=0)", "source_dim must be a whole"),
+    ("source of no width", "cross(source_dim=0)", "source_dim must be a whole"),
     ("room of a cache", "KeyValueCache('many')", "max_length must be a whole number"),
     ("no window of a cache", "KeyValueCache(window=0)", "window must be a whole number"),
-    ("a word for causal", "attention(q, k, v, 'KNA', causal='yes')", "causal must be True or"),
-    ("a dictionary as cache", "attention(q, k, v, 'KNA', cache={})", "must be a KeyValueCache"),
+    ("a word for causal", "read('KNA', causal='yes')", "causal must be True or"),
+    ("a dictionary as cache", "read('KNA', cache={})", "must be a KeyValueCache"),
     ("a list for a layer", "Attention(8, 2)([[0.0]])", "but it is a list"),
     ("a source as memory", "placed(x, x, positions=at)", "what remember returns, not a Tensor"),
     ("a name as parts", "ScoreSpec('KNA')", "ScoreSpec.parse takes a name"),
-    ("layer too high", "ScoreSpec.parse('KNA-HWFA@8').layer(2, 2)", "no layer 2 among 2"),
-    (
-        "blocks before 0",
-        "attention(q, k, v, 'KNA-DynamicNTK@8', q_positions=at - 1, k_positions=at - 1)",
-        "counts blocks from position 0",
-    ),
+    ("layer too high", "parse('KNA-HWFA@8').layer(2, 2)", "no layer 2 among 2"),
+    ("blocks", "read('KNA-DynamicNTK@8', q_positions=back - 1)", "blocks from position 0"),
     ("one row of positions", "documents_from_positions(at)", "must be a tensor (B, T)"),
     ("a list of lengths", "documents_from_lengths([0, 5])", "must be a tensor of whole"),
     ("a shape of one", "explain('KNA', 5)", "no tensors have the shapes 5"),
     ("an unknown device", "explain('KNA', q.shape, device='tpu')", "on a CPU or a CUDA device"),
     ("α of DeepNorm", "DeepNorm(torch.nn.Identity(), None, alpha=0.0)", "must be above 0"),
-    ("no gate", "attention(q, k, v, 'KNA-Gate')", "needs gate=…"),
-    ("a gate", "attention(q, k, v, 'KNA', gate=logits)", "gate is given, but KNA"),
-    ("gate shape", "attention(q, k, v, 'KNA-Gate', gate=logits)", "of shape (2, 5, 16)"),
-    ("no forget", "attention(q, k, v, 'KNA-FoX')", "needs forget=…"),
-    ("a forget", "attention(q, k, v, 'KNA', forget=logits)", "forget is given, but KNA"),
-    ("forget shape", "attention(q, k, v, 'KNA-FoX', forget=padding)", "of shape (2, 5, 4)"),
-    ("FoX", "attention(q, k, v, 'KNA-FoX', False, forget=logits)", "causal attention only"),
-    ("FoX backwards", fox("q_positions=back, k_positions=back"), "passes state from"),
-    ("FoX keys backwards", fox("k_positions=back"), "must not decrease"),
-    ("FoX queries backwards", fox("q_positions=back"), "passes state from"),
-    ("FoX ahead", fox("q_positions=at + 1"), "must be at the positions of the last keys"),
-    ("Selective", "attention(q, k, v, 'KNA-Selective', False)", "causal attention only"),
+    ("no gate", "read('KNA-Gate')", "needs gate=…"),
+    ("a gate", "read('KNA', gate=logits)", "gate is given, but KNA"),
+    ("gate shape", "read('KNA-Gate', gate=logits)", "of shape (2, 5, 16)"),
+    ("no forget", "read('KNA-FoX')", "needs forget=…"),
+    ("a forget", "read('KNA', forget=logits)", "forget is given, but KNA"),
+    ("forget shape", "read('KNA-FoX', forget=padding)", "of shape (2, 5, 4)"),
+    ("FoX", "read('KNA-FoX', False, forget=logits)", "causal attention only"),
+    ("FoX backwards", "fox(q_positions=back, k_positions=back)", "passes state from"),
+    ("FoX keys backwards", "fox(k_positions=back)", "must not decrease"),
+    ("FoX queries backwards", "fox(q_positions=back)", "passes state from"),
+    ("FoX ahead", "fox(q_positions=at + 1)", "must be at the positions of the last keys"),
+    ("Selective", "read('KNA-Selective', False)", "causal attention only"),
     ("few", "attention(q[:, :, 2:], k, v, 'KNA-Selective')", "as many queries as keys, or a cache"),
-    (
-        "Selective backwards",
-        "attention(q, k, v, 'KNA-Selective', k_positions=back)",
-        "not decrease",
-    ),
-    (
-        "Selective backwards in a document",
-        "attention(q, k, v, 'KNA-Selective-Packed', k_positions=back, documents=0 * rows)",
-        "q_positions must not decrease",
-    ),
-    ("Selective by fused", "attention(q, k, v, 'KNA-Selective', backend='fused')", "a selection"),
-    ("blocks", "ScoreSpec.parse('KNA-Selective-DynamicNTK@8')", "cannot be combined"),
-    ("chunks", "ScoreSpec.parse('KNA-Selective-DualChunk@8')", "cannot be combined"),
-    ("two", "ScoreSpec.parse('Baseline-Sigmoid-Selective@8')", "both choose the normaliser"),
-    ("statistics", "ScoreSpec.parse('KBatchNorm-Selective')", "not causal, but Selective"),
-    ("pairs", "ScoreSpec.parse('Baseline-Sigmoid-Differential@8')", "both choose the normaliser"),
-    ("pair init", "ScoreSpec.parse('Baseline-Differential(init=1)')", "below 1, but it is 1"),
+    ("Selective backwards", "read('KNA-Selective', k_positions=back)", "not decrease"),
+    ("Selective rows", "read(packed, k_positions=back, documents=0 * rows)", "must not decrease"),
+    ("Selective by fused", "read('KNA-Selective', backend='fused')", "a selection"),
+    ("blocks of rows", "parse('KNA-Selective-DynamicNTK@8')", "cannot be combined"),
+    ("statistics", "parse('KBatchNorm-Selective')", "not causal, but Selective"),
+    ("pairs", "parse('Baseline-Sigmoid-Differential@8')", "both choose the normaliser"),
     ("odd pairs", "Score('Baseline-Differential', 4, 8, 1)", "must be even, but it is 1"),
-    ("pair of one", "GatedAttentionUnit(8, 8, score='KNA-Differential')", "must be even"),
+    ("pair of one", "gated(8, 8, score='KNA-Differential')", "must be even"),
     ("pair values", "attention(q, k, torch.cat((v, v), -1), paired)", "that of the keys, 4"),
-    ("pairs by fused", "attention(q, k, v, paired, backend='fused')", "values"),
-    ("gate across", "CrossAttention(8, 2, score='KNA-NoPE-Gate')", "gates its output"),
-    ("pairs across", "CrossAttention(8, 2, score='KNA-NoPE-Differential')", "joins pairs of heads"),
-    ("documents across", "CrossAttention(8, 2, score='KNA-Packed')", "documents of one sequence"),
-    (
-        "causal across",
-        "CrossAttention(8, 2, score='KNA-ReRoPE(window=2)')",
-        "causal attention only",
-    ),
-    (
-        "blocks across",
-        "CrossAttention(8, 2, score='Baseline-DynamicNTK(factor=2)@8')",
-        "causal attention only",
-    ),
+    ("pairs by fused", "read(paired, backend='fused')", "values"),
+    ("gate across", "cross(score='KNA-NoPE-Gate')", "gates its output"),
+    ("pairs across", "cross(score='KNA-NoPE-Differential')", "joins pairs of heads"),
+    ("documents across", "cross(score='KNA-Packed')", "documents of one sequence"),
+    ("causal across", "cross(score='KNA-ReRoPE(window=2)')", "causal attention only"),
+    ("blocks across", "cross(score='Baseline-DynamicNTK(factor=2)@8')", "causal attention only"),
     ("source unplaced", "placed.remember(x)", "two sequences do not share"),
     ("reader unplaced", "placed(x, memory)", "two sequences do not share"),
     ("reader's places", "placed(x, memory, positions=at[:4])", "positions must be int64 or int32"),
     ("source padding", "placed.remember(x, padding[:, 1:], at)", "padding must be boolean"),
-    (
-        "shared rows",
-        "placed(torch.zeros(3, 5, 8), memory, positions=at)",
-        "3 rows cannot be shared",
-    ),
-    ("residual across", "CrossAttention(8, 2, score='KNA-RealFormer')(x, memory)", "residual="),
-    (
-        "memory of another score",
-        "CrossAttention(8, 2, score='KNA')(x, memory, positions=at)",
-        "encode the source again",
-    ),
+    ("rows", "placed(torch.zeros(3, 5, 8), memory, positions=at)", "3 rows cannot be shared"),
+    ("residual across", "cross(score='KNA-RealFormer')(x, memory)", "residual="),
+    ("another score", "cross(score='KNA')(x, memory, positions=at)", "encode the source again"),
 ]
 PROGRAM = """
 import json, sys, torch
-from normattn import Attention, GatedAttentionUnit, InputError, Score, ScoreSpec, attention
+from normattn import Attention, GatedAttentionUnit as gated, InputError, Score, ScoreSpec
+from normattn import attention
 from normattn import explain
 from normattn.layers import CrossAttention, DeepNorm, deepnorm_factors
 from normattn.layers import documents_from_lengths, documents_from_positions
@@ -181,11 +116,25 @@ q, k, v = (torch.zeros(2, heads, 5, 4) for heads in (4, 2, 2))
 at, padding = torch.arange(5), torch.zeros(2, 5, dtype=torch.bool)
 again = torch.tensor([0, 1, 2, 0, 1])
 rows = torch.stack((at, again))
+parse = ScoreSpec.parse
 back, logits, paired = at.flip(0), torch.zeros(2, 5, 4), Score('Baseline-Differential', 4, 4, 2)
 x, placed = torch.zeros(2, 5, 8), CrossAttention(8, 2, score='Baseline')
 memory = placed.remember(x, positions=at)
-e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+e4m3, packed = torch.float8_e4m3fn, 'KNA-Selective-Packed'
 mask = torch.ones(5, 5, dtype=torch.bool)
+
+def read(score, causal=True, q=q, k=k, v=v, **more):
+    return attention(q, k, v, score, causal, **more)
+
+def fox(**places):
+    return read('KNA-FoX', forget=logits, **places)
+
+def kept(q, k, v, **more):
+    return attention(q[:, :2], k, v, Score('KNA', 2, 4), cache=KeyValueCache(), **more)
+
+def cross(**more):
+    return CrossAttention(8, 2, **more)
+
 said = {}
 for name, call in json.load(sys.stdin):
     try:

@@ -35,10 +35,12 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("queries", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("queries", "dtype"),
+    [(1, torch.float32), (1, torch.bfloat16), (5, torch.float32), (9, torch.bfloat16)],
+)
 def test_it_names_the_kernel_that_runs(
-    spec: str, dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch
+    spec: str, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
     choose = dispatch.choose

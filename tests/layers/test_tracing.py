@@ -49,9 +49,13 @@ def _differentiated(score: Score, tokens: int) -> None:
     torch.func.grad(lambda q: attention(q, k, v, score).sum())(q)
 
 
-@pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize(
-    ("trace", "tokens"), [(_fake, 19), (_real_beside_fake, 70), (_differentiated, 130)]
+    ("name", "trace", "tokens"),
+    [
+        *((name, _fake, 19) for name in SCORES),
+        *((name, _real_beside_fake, 70) for name in SCORES[:3]),
+        *((name, _differentiated, 130) for name in SCORES[:3]),
+    ],
 )
 def test_real_tensors_meet_nothing_of_a_trace(
     name: str, trace: Callable[[Score, int], None], tokens: int
@@ -81,6 +85,6 @@ def test_an_export_leaves_nothing_behind() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return attention(x, x, x, self.score)
 
-    layer, x = Layer(), torch.randn(1, HEADS, 300, SIZE)
+    layer, x = Layer(), torch.randn(1, HEADS, 30, SIZE)
     exported = torch.export.export(layer, (x,), strict=False)
     torch.testing.assert_close(exported.module()(x), layer(x), rtol=1e-4, atol=1e-5)

@@ -131,9 +131,9 @@ def additions() -> Iterator[Recipe]:
         yield from (last, replace(last, bias="ALiBi"), replace(last, rotate_first=True, sink=True))
     yield Recipe("KNA", "logn", "interleaved", direction="backward", cap=2.0)
     yield Recipe("QKRMSNorm", "", "half", direction="backward", rotate_first=True, bias="ALiBi")
-    for variant in ("KNA", "QKLayerNorm", "QRMSNorm", "KLayerNorm", "QKBatchNorm", "QInstanceNorm"):
-        for gain in (True, False):
-            yield Recipe(variant, "logn", rotate_first=True, gain=gain)
+    first = ("KNA", "QKLayerNorm", "QRMSNorm", "KLayerNorm", "QKBatchNorm", "QInstanceNorm")
+    for turn, variant in enumerate(first):
+        yield Recipe(variant, "logn", rotate_first=True, gain=turn % 2 == 0)
     everything = Recipe("QKRMSNorm", "logn", rotate_first=True, cap=2.0, sink=True)
     for method in ("", "SelfExtend", "StreamingLLM", "YaRN", "DynamicNTK"):
         yield replace(everything, method=method, bias="KERPLELog", shape="PartialRoPE")
@@ -141,16 +141,17 @@ def additions() -> Iterator[Recipe]:
 
 
 def normalised() -> Iterator[Recipe]:
-    """Normalisers other than softmax, alone and beside every kind of part."""
-    for normaliser in NORMALISERS:
-        for recipe in (
-            Recipe("Baseline", "", "none"),
-            Recipe("KNA", "logn", "none", bias="ALiBi", cap=1.5),
-            Recipe("QKRMSNorm", "SSMax", "half", bias="FIRE", near=4),
-            Recipe("CosA", "logn+", "interleaved", "ReRoPE"),
-            Recipe("KNA", "", "none", bias="CoPE(positions=3)"),
-            Recipe("QNA", "", "half", "DynamicNTK", train_length=4),
-        ):
+    """Normalisers other than softmax, beside each second kind of part in turn."""
+    beside = (
+        Recipe("Baseline", "", "none"),
+        Recipe("KNA", "logn", "none", bias="ALiBi", cap=1.5),
+        Recipe("QKRMSNorm", "SSMax", "half", bias="FIRE", near=4),
+        Recipe("CosA", "logn+", "interleaved", "ReRoPE"),
+        Recipe("KNA", "", "none", bias="CoPE(positions=3)"),
+        Recipe("QNA", "", "half", "DynamicNTK", train_length=4),
+    )
+    for turn, normaliser in enumerate(NORMALISERS):
+        for recipe in beside if normaliser == "Selective" else beside[turn % 2 :: 2]:
             # Blocks of rows have no place beside what is handed on from row to row.
             if normaliser != "Selective" or recipe.method != "DynamicNTK":
                 yield replace(recipe, normaliser=normaliser)
