@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "sliding_attention": {**_PLAIN, "rope_theta": 100.0},
             "full_attention": _PLAIN,
-        },
+        }
     },
     "SmolLM3": {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2},
     "Granite": {"attention_multiplier": 0.2},

@@ -56,9 +56,7 @@ def is_read(said: Sequence[str]) -> bool:
 def page(rows: Mapping[str, Sequence[str]]) -> str:
     """The part of the page that holds the scores of all families."""
     head = HEAD.format(
-        mark=SCORES,
-        families=len(rows),
-        read=sum(is_read(said) for said in rows.values()),
+        mark=SCORES, families=len(rows), read=sum(is_read(said) for said in rows.values())
     )
     lines = ["| family | score |", "| --- | --- |"]
     lines += [f"| {family} | {'<br>'.join(_short(rows[family]))} |" for family in sorted(rows)]

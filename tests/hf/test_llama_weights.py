@@ -134,11 +134,7 @@ _WARMER: dict[str, Any] = {
     ("family", "more", "reason"),
     [
         ("Llama", {"rope_parameters": _SCALED}, "scaled by 'yarn'"),
-        (
-            "Llama",
-            {"attention_bias": True},
-            r"differ by model\.layers\.0\.self_attn\.o_proj\.bias",
-        ),
+        ("Llama", {"attention_bias": True}, r"differ by model\.layers\.0\.self_attn\.o_proj\.bias"),
         ("Llama", {"mlp_bias": True}, r"differ by model\.layers\.0\.mlp"),
         ("Llama", {"hidden_act": "gelu"}, "computes other logits with them"),
         ("Qwen2", {}, "a sliding window"),

@@ -140,8 +140,7 @@ def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "values"),
-    [("ReRoPE", {"window": W}), ("PI", {"factor": 2}), ("ABF", {"base": 1e6})],
+    ("method", "values"), [("ReRoPE", {"window": W}), ("PI", {"factor": 2}), ("ABF", {"base": 1e6})]
 )
 def test_scaled_frequencies_are_kept_or_scaled_once_more(
     method: str, values: dict[str, Any]

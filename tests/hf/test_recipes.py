@@ -71,11 +71,7 @@ def _configuration(name: str, spec: ScoreSpec) -> tuple[str, dict[str, Any], int
     """The family in transformers, its configuration beside the sizes, and how many layers."""
     layout: Any = spec.layout
     if name == "Command-R7B":
-        more = {
-            "rope_parameters": _rope(spec),
-            "sliding_window": spec.window[0],
-            "hidden_size": 64,
-        }
+        more = {"rope_parameters": _rope(spec), "sliding_window": spec.window[0], "hidden_size": 64}
         return "Cohere2", more, 4
     if name == "DeepSeek-V3":
         rope = _yarn(spec, mscale=1.0, mscale_all_dim=1.0)

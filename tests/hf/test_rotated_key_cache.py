@@ -127,8 +127,6 @@ def test_two_caches_in_turn(extended: Any) -> None:
     for cache, token in ((caches[0], texts[0][:, :1]), (copied, texts[1][:, :1])):
         found.append(_step(extended, token, cache))
     for out, ids in zip(
-        found,
-        (*texts, *(torch.cat((texts[0], other[:, :1]), 1) for other in texts)),
-        strict=True,
+        found, (*texts, *(torch.cat((texts[0], other[:, :1]), 1) for other in texts)), strict=True
     ):
         _assert_read(out, extended, ids)

@@ -473,11 +473,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no JSON": ("told.json", "{", "is not valid JSON"),
     "no flags": ("told", "echo hello", "has no position settings"),
     "no number": ("told", "x --rope-scaling yarn --rope-scale four", "'four' is no number"),
-    "a list of kinds": (
-        "told.json",
-        '{"rope_scaling": {"rope_type": ["yarn"]}}',
-        "a small llama",
-    ),
+    "a list of kinds": ("told.json", '{"rope_scaling": {"rope_type": ["yarn"]}}', "a small llama"),
     "no decoder": ("told.json", '{"text_config": 3}', "the text model of a llama configuration"),
     "an endless length": ("told", "vllm serve m --max-model-len inf", "no finite number above 0"),
     "no base": ("told", "llama-server --rope-freq-base -5", "no frequencies of a base of -5"),

@@ -163,10 +163,7 @@ def test_the_whole_logits_never_exist(
     monkeypatch.setattr(cross_entropy, "CHUNK", 32)
     hidden, weight = tensors((512, 8), (64, 8), dtype=torch.float32)
     targets = torch.arange(512) % 64
-    with (
-        largest() as record,
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-    ):
+    with largest() as record, torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         loss = linear_cross_entropy(hidden, weight, targets, smoothing).loss
         torch.autograd.grad(loss, (hidden, weight))
         token_scores(hidden, weight, targets)

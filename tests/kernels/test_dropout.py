@@ -17,13 +17,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["one regime", "tw
 
 
 def _weights(
-    recipe: Recipe,
-    q: Tensor,
-    k: Tensor,
-    rate: float,
-    seed: int,
-    backend: str,
-    causal: bool = True,
+    recipe: Recipe, q: Tensor, k: Tensor, rate: float, seed: int, backend: str, causal: bool = True
 ) -> Tensor:
     """The dropped attention weights, read off by values that are unit vectors."""
     torch.manual_seed(seed)

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, attention
-from normattn.kernels import (
-    AttentionInputs,
-    attend,
-    choose,
-    merge_by_lse,
-    run_kernel,
-)
+from normattn.kernels import AttentionInputs, attend, choose, merge_by_lse, run_kernel
 from score.cases import tensors
 from thorough import half_of
 

@@ -10,11 +10,7 @@ import pytest
 
 from measure.make import counted
 from normattn.errors import InputError
-from normattn.lab.stats import (
-    concat,
-    measurements,
-    sums,
-)
+from normattn.lab.stats import concat, measurements, sums
 
 
 def test_windows_of_one_document_are_added_up() -> None:

@@ -31,12 +31,7 @@ def _ids(rows: int, length: int, seed: int = 0) -> Tensor:
 
 MODELS = {
     text: _model(text)
-    for text in (
-        "KNA-logn",
-        "KNA-Packed",
-        "Baseline-SlidingWindow(window=3)",
-        "QNA-ALiBi",
-    )
+    for text in ("KNA-logn", "KNA-Packed", "Baseline-SlidingWindow(window=3)", "QNA-ALiBi")
 }
 METHODS = ("", "DynamicNTK", "StreamingLLM(window=4)")
 

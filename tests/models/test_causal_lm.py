@@ -135,10 +135,7 @@ def test_a_method_is_undone_exactly(block: str) -> None:
 
 def test_what_a_method_cannot_be_is_refused_and_changes_nothing() -> None:
     model = MODELS["mha", "PreLN"]
-    with (
-        model.using("as is"),
-        pytest.raises(InputError, match="already switched on"),
-    ):
+    with model.using("as is"), pytest.raises(InputError, match="already switched on"):
         model.using("YaRN", factor=8)
     with pytest.raises(InputError, match="trained"):
         model.using(ScoreSpec.parse("QNA-YaRN(factor=8)"))

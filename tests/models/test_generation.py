@@ -13,12 +13,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
-from normattn.models.generation import (
-    Answer,
-    Sampling,
-    generate,
-    row_generators,
-)
+from normattn.models.generation import Answer, Sampling, generate, row_generators
 
 VOCABULARY = 29
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [8, 4]]

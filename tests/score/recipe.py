@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 
 FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
 L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
-_TEMPERATURES = {
-    "Temperature": (0.1, 0, 0),
-    "Temperature(beta=0.7,length=2,shift=1)": (0.7, 2, 1),
-}
+_TEMPERATURES = {"Temperature": (0.1, 0, 0), "Temperature(beta=0.7,length=2,shift=1)": (0.7, 2, 1)}
 REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk")
 
 

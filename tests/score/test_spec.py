@@ -178,10 +178,7 @@ SENSELESS = (
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    OUT_OF_RANGE.split(),
-)
+@pytest.mark.parametrize("text", OUT_OF_RANGE.split())
 def test_values_out_of_their_range(text: str) -> None:
     """The sentence names the part, the parameter and the value."""
     name, field, value = re.fullmatch(r"(\w+)\((\w+)=(.*)\)", text).groups()  # type: ignore[union-attr]
@@ -193,10 +190,7 @@ def test_values_out_of_their_range(text: str) -> None:
     assert value.split(":")[-1].removesuffix(".0") in said
 
 
-@pytest.mark.parametrize(
-    "text",
-    SENSELESS.split(),
-)
+@pytest.mark.parametrize("text", SENSELESS.split())
 def test_combinations_without_a_sense(text: str) -> None:
     """The sentence names two of the parts and says that they do not go together."""
     names = re.sub(r"\([^)]*\)", "", text).split("-")
@@ -327,10 +321,7 @@ def test_a_field_of_a_configuration() -> None:
 # Layouts, and the scores of their layers.
 LAYERS = {
     "KNA-HWFA@512": ["KNA-SlidingWindow(window=128)@512"] * 3 + ["KNA-logn-NoPE@512"],
-    "KNA-logn-HWFA(window=5)@512": [
-        "KNA-logn-SlidingWindow(window=5)@512",
-        "KNA-logn-NoPE@512",
-    ],
+    "KNA-logn-HWFA(window=5)@512": ["KNA-logn-SlidingWindow(window=5)@512", "KNA-logn-NoPE@512"],
     "QKRMSNorm-RotateFirst-SoftCap-Sink-Packed-HWFA@512": [
         "QKRMSNorm-logn-NoPE-SoftCap-Sink-Packed@512"
     ],
