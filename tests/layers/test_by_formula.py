@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from layers.written_out import read_on
 from normattn import Attention, InputError, Score, ScoreSpec, attention
 from normattn.kernels import AttentionMask
-from normattn.layers.cache import KeyValueCache
 from normattn.score.parts import rope_frequencies
 from normattn.score.parts.bias import T5Bias
 from score.cases import tensors
@@ -304,12 +304,11 @@ def test_vo_rope_reads_a_value_by_its_distance(layout: str, causal: bool) -> Non
 def test_vo_rope_turns_values_of_a_cache_and_of_more_queries_than_keys_alike() -> None:
     """By tables that are kept, whichever positions a call starts from, and by those made for it."""
     q, k, v = (x.detach() for x in tensors((B, H, T, D), (B, G, T, D), (B, G, T, E)))
-    score, cache = Score("KNA-VORoPE(base=50)", H, D, G).double(), KeyValueCache()
-    spans = (slice(0, 3), slice(3, 4), slice(4, T))
-    parts = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
+    score = Score("KNA-VORoPE(base=50)", H, D, G).double()
+    parts = read_on(score, (q, k, v), (0, 3, 4, T))
     places = torch.arange(T)
     given = attention(q, k, v, score, q_positions=places, k_positions=places)
-    torch.testing.assert_close(torch.cat(parts, 2), given)
+    torch.testing.assert_close(parts, given)
     torch.testing.assert_close(attention(q, k, v, score), given)
     few = k[:, :, :4], v[:, :, :4]
     kept = attention(q, *few, score, False)

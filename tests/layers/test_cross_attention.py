@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normattn.layers.attention import attention
 from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
+from score.cases import tensors
 
 DIM, SOURCE_DIM, HEADS, L = 16, 12, 4, 8
 SCORES = [
@@ -19,14 +20,6 @@ SCORES = [
     *("QKInstanceNorm-NoPE", "QKNorm2020-NoPE", "Baseline-NoPE-SoftCap(cap=2)", "KNA-NoPE-Sink"),
 ]
 PLACED = ["Baseline", "KNA-logn", "Baseline-XPos", "CosA-YaRN(factor=4)", "Baseline-ALiBi"]
-
-
-def _tensors(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in shapes
-    ]
 
 
 def _layer(score: str, kv_heads: int = 2) -> CrossAttention:
@@ -44,7 +37,7 @@ def _padding(lengths: list[int]) -> Tensor:
 
 def test_baseline_is_torchs_multihead_attention() -> None:
     layer, lengths = _layer("Baseline-NoPE", HEADS), [6, 2]
-    x, source = _tensors((2, 5, DIM), (2, 6, SOURCE_DIM))
+    x, source = tensors((2, 5, DIM), (2, 6, SOURCE_DIM))
     theirs = nn.MultiheadAttention(
         DIM, HEADS, bias=False, kdim=SOURCE_DIM, vdim=SOURCE_DIM, batch_first=True
     ).double()
@@ -61,7 +54,7 @@ def test_baseline_is_torchs_multihead_attention() -> None:
 def test_it_is_attention_of_both_sequences(score: str) -> None:
     """With each kind of score: what `attention`, tried against the definition, makes of q, k, v."""
     layer = _layer(score)
-    x, source = _tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
+    x, source = tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
     padding = _padding([6, 4])
     query_padding = torch.tensor([[False, False, True], [False] * 3])
     here, there = torch.tensor([4, 5, 9]), torch.arange(6)
@@ -81,7 +74,7 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
     memory = layer.remember(source, padding, there)
     ours = layer(x, memory, positions=here, query_padding=query_padding)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-7)
-    (weights,) = _tensors(tuple(ours.shape), seed=1)
+    (weights,) = tensors(tuple(ours.shape), seed=1)
     inputs = [x, source, *layer.parameters()]
     mine = torch.autograd.grad(ours, inputs, weights)
     torch.testing.assert_close(
@@ -92,7 +85,7 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
 def test_positions_of_one_row_are_those_of_all() -> None:
     """Given as (1, T): with several rows for a source, and after sources are chosen."""
     layer, rows = _layer("Baseline"), torch.tensor([2, 0])
-    x, source = _tensors((6, 4, DIM), (3, 5, SOURCE_DIM))
+    x, source = tensors((6, 4, DIM), (3, 5, SOURCE_DIM))
     here, there = torch.arange(4) + 3, torch.arange(5)
     memory, alike = (layer.remember(source, positions=at) for at in (there, there[None]))
     torch.testing.assert_close(
@@ -106,7 +99,7 @@ def test_positions_of_one_row_are_those_of_all() -> None:
 @pytest.mark.parametrize("score", ["KNA-logn-NoPE", "Baseline"])
 def test_a_memory_can_be_reordered(score: str) -> None:
     layer, lengths = _layer(score), [5, 3, 4]
-    x, source = _tensors((2, 4, DIM), (3, 5, SOURCE_DIM))
+    x, source = tensors((2, 4, DIM), (3, 5, SOURCE_DIM))
     places = torch.arange(5).expand(3, -1)
     rows = torch.tensor([2, 0])
     memory = layer.remember(source, _padding(lengths), places).choose(rows)
@@ -121,7 +114,7 @@ def test_residual_scores_are_summed(mean: bool) -> None:
     score = "Baseline-NoPE-RealFormer" + ("(running_mean=true)" if mean else "")
     layers, lengths = [_layer(score), _layer(score)], [5, 3]
     nn.init.normal_(layers[1].q.weight)
-    x, source = _tensors((4, 2, DIM), (2, 5, SOURCE_DIM))
+    x, source = tensors((4, 2, DIM), (2, 5, SOURCE_DIM))
     residual, total, padding = residual_layers(layers[0].score.spec, 2), 0.0, _padding(lengths)
     assert residual is not None
     for number, layer in enumerate(layers, 1):
@@ -135,7 +128,7 @@ def test_residual_scores_are_summed(mean: bool) -> None:
         )
         hand = layer.out((seen.softmax(-1) @ v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(ours, hand, rtol=0, atol=1e-7)
-    (weights,) = _tensors(tuple(hand.shape), seed=1)
+    (weights,) = tensors(tuple(hand.shape), seed=1)
     inputs = [x, source, *layers[0].q.parameters(), *layers[1].kv.parameters()]
     mine = torch.autograd.grad(ours, inputs, weights)
     torch.testing.assert_close(mine, torch.autograd.grad(hand, inputs, weights), rtol=0, atol=1e-6)
@@ -144,7 +137,7 @@ def test_residual_scores_are_summed(mean: bool) -> None:
 def test_chunks_keep_to_themselves() -> None:
     """Of eight sources the first four are all that the first four queries see, of any row."""
     layer, positions = _layer("Baseline-Chunked(size=4)"), torch.arange(8)
-    x, source = (t.detach() for t in _tensors((2, 8, DIM), (1, 8, SOURCE_DIM)))
+    x, source = (t.detach() for t in tensors((2, 8, DIM), (1, 8, SOURCE_DIM)))
     other = source.clone()
     other[:, 4:] += 5
     reads = [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layers.written_out import read_on
 from normattn import attention
 from normattn.errors import InputError
 from normattn.layers.cache import KeyValueCache
@@ -31,20 +32,13 @@ def _tensors(batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def test_small_and_vanishing_keys(score: str) -> None:
     """Normalised in fewer calls, a key of any size is what the whole forward makes of it."""
-    module, cache = Score(score, H, D, G).double().eval(), KeyValueCache()
+    module = Score(score, H, D, G).double().eval()
     q, k, v = _tensors(2, 7)
     k[:, :, 3] *= 1e-13
     k[:, :, 4] = 0
     q[:, :, 5] *= 1e-9
-    steps = [
-        attention(
-            q[:, :, at : at + 1], k[:, :, at : at + 1], v[:, :, at : at + 1], module, cache=cache
-        )
-        for at in range(7)
-    ]
-    torch.testing.assert_close(
-        torch.cat(steps, 2), attention(q, k, v, module), rtol=1e-9, atol=1e-9
-    )
+    steps = read_on(module, (q, k, v), range(8))
+    torch.testing.assert_close(steps, attention(q, k, v, module), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -52,9 +46,7 @@ def test_another_number_of_rows() -> None:
     """Rows that a beam search drops are gone from the next step too."""
     module, cache = Score("KNA", H, D, G).double().eval(), KeyValueCache()
     q, k, v = _tensors(3, 5)
-    for at in range(4):
-        now = slice(at, at + 1)
-        attention(q[:, :, now], k[:, :, now], v[:, :, now], module, cache=cache)
+    read_on(module, (q, k, v), range(5), cache)
     rows = torch.tensor([2, 0])
     cache.reorder(rows)
     out = attention(q[rows, :, 4:], k[rows, :, 4:], v[rows, :, 4:], module, cache=cache)
@@ -69,12 +61,10 @@ def test_autocast_that_begins_later_changes_nothing() -> None:
     """The tensors' own type decides, whatever was prepared before."""
     module, cache = Score("KNA", H, D, G).eval(), KeyValueCache()
     q, k, v = (x.float() for x in _tensors(1, 4))
-    steps = []
-    for at in range(4):
-        now = slice(at, at + 1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=at >= 2):
-            steps.append(attention(q[:, :, now], k[:, :, now], v[:, :, now], module, cache=cache))
-    torch.testing.assert_close(torch.cat(steps, 2), attention(q, k, v, module))
+    before = read_on(module, (q, k, v), range(3), cache)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = read_on(module, (q, k, v), range(2, 5), cache)
+    torch.testing.assert_close(torch.cat((before, under), 2), attention(q, k, v, module))
 
 
 @torch.no_grad()
@@ -113,12 +103,10 @@ def test_what_is_learned_is_read_at_every_token(name: str) -> None:
     score, cache = Score(name, H, D, G).double().eval(), KeyValueCache()
     q, k, v = _tensors(2, 6)
     with torch.no_grad():
-        for at in range(5):
-            now = slice(at, at + 1)
-            attention(q[:, :, now], k[:, :, now], v[:, :, now], score, cache=cache)
+        read_on(score, (q, k, v), range(6), cache)
         for parameter in score.parameters():
             parameter.add_(0.25)
-    step = attention(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], score, cache=cache)
+    step = read_on(score, (q, k, v), (5, 6), cache)
     whole = attention(q, k, v, score)[:, :, 5:]
     torch.testing.assert_close(step, whole, rtol=1e-9, atol=1e-9)
     wanted = list(score.parameters())
@@ -144,13 +132,11 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         parameter.add_(0.25)
     q, k, v = (x.to(dtype) for x in _tensors(2, 40))
     whole, cache = attention(q, k, v, score), KeyValueCache()
-    spans = [slice(0, 20), *(slice(at, at + 1) for at in range(20, 40))]
-    steps = [attention(q[:, :, at], k[:, :, at], v[:, :, at], score, cache=cache) for at in spans]
+    parts = read_on(score, (q, k, v), [0, *range(20, 41)], cache)
     last = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
     assert isinstance(prepare(score, *last, AttentionArguments(), cache), FoldedStep)
     wide = score.double()
     exact = attention(q.double(), k.double(), v.double(), wide, backend="reference")
-    parts = torch.cat(steps, 2)
     assert parts.dtype == dtype
     errors = [float((x.double() - exact).norm() / exact.norm()) for x in (parts, whole)]
     assert errors[0] < 1.5 * errors[1] < 1.5 * torch.finfo(dtype).eps
@@ -162,9 +148,8 @@ def test_half_precision_rounds_no_score(dtype: torch.dtype) -> None:
     """Logits of hundreds, which half precision would round to whole numbers and beyond."""
     score = Score("Baseline-ALiBi", H, D, G)
     q, k, v = (x.to(dtype) for x in _tensors(1, 30))
-    q, cache = q * 100, KeyValueCache()
-    attention(q[:, :, :29], k[:, :, :29], v[:, :, :29], score, cache=cache)
-    step = attention(q[:, :, 29:], k[:, :, 29:], v[:, :, 29:], score, cache=cache)
+    q = q * 100
+    step = read_on(score, (q, k, v), (0, 29, 30))[:, :, 29:]
     exact = attention(q.double(), k.double(), v.double(), score, backend="reference")[:, :, 29:]
     torch.testing.assert_close(step.double(), exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
@@ -172,10 +157,8 @@ def test_half_precision_rounds_no_score(dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_a_key_that_rotates_out_of_float16_is_nan() -> None:
     """As by the whole forward: no infinite key is kept, whose weight would be 0."""
-    score, cache = Score("Baseline", 1, D, 1), KeyValueCache()
     q, k, v = (x[:, :1].half() for x in _tensors(1, 4))
     k[:, :, 2] = 60000.0
-    for at in range(4):
-        now = slice(at, at + 1)
-        out = attention(q[:, :, now], k[:, :, now], v[:, :, now], score, cache=cache)
-        assert out.isnan().all() == (at >= 2)
+    out = read_on(Score("Baseline", 1, D, 1), (q, k, v), range(5))
+    assert not out[:, :, :2].isnan().any()
+    assert out[:, :, 2:].isnan().all()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from layers.written_out import read_on
 from normattn import Score, attention
-from normattn.layers.cache import KeyValueCache
 
 # No other test has tables of these sizes, which the first call of each leaves behind.
 HEADS, SIZE = 3, 22
@@ -24,18 +24,12 @@ def _tensors(tokens: int) -> list[Tensor]:
     return list(torch.randn(3, 2, HEADS, tokens, SIZE))
 
 
-def _token(at: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, :, at : at + 1], k[:, :, at : at + 1], v[:, :, at : at + 1]
-
-
 def _fake(score: Score, tokens: int) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         q, k, v = _tensors(tokens)
         assert attention(q, k, v, score).shape == v.shape
-        cache = KeyValueCache()
         with torch.no_grad():
-            for at in range(3):
-                attention(*_token(at, q, k, v), score, cache=cache)
+            read_on(score, (q, k, v), range(4))
 
 
 def _real_beside_fake(score: Score, tokens: int) -> None:
@@ -66,11 +60,10 @@ def test_real_tensors_meet_nothing_of_a_trace(
     at = torch.arange(tokens)
     # Given positions have tables of their own.
     expected = attention(q, k, v, score, q_positions=at, k_positions=at)
-    out, steps, cache = attention(q, k, v, score), [], KeyValueCache()
+    out = attention(q, k, v, score)
     with torch.no_grad():
-        for n in range(3):
-            steps.append(attention(*_token(n, q, k, v), score, cache=cache))
-    for found in (out, torch.cat(steps, 2)):
+        steps = read_on(score, (q, k, v), range(4))
+    for found in (out, steps):
         assert type(found) is Tensor
         wanted = expected[:, :, : found.shape[2]]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import apart
+from normattn import Score, attention
+from normattn.layers.cache import KeyValueCache
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -20,6 +24,15 @@ def rotate(x: Tensor) -> Tensor:
         torch.ones_like(angle), angle
     )
     return torch.cat([turned.real, turned.imag], -1)
+
+
+def read_on(
+    score: Score, qkv: Sequence[Tensor], cuts: Sequence[int], cache: KeyValueCache | None = None
+) -> Tensor:
+    """Attention over the spans between these cuts, one after another, with a cache."""
+    cache = KeyValueCache() if cache is None else cache
+    spans = [[x[:, :, a:b] for x in qkv] for a, b in pairwise(cuts)]
+    return torch.cat([attention(q, k, v, score, cache=cache) for q, k, v in spans], 2)
 
 
 def of_program(program: str, cases: object) -> dict[str, Any]:
