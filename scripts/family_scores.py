@@ -6,6 +6,7 @@ python scripts/family_scores.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -14,8 +15,21 @@ import torch
 import transformers
 
 from hf.matrix import PAGE, SCORES
-from hf.score_page import page, row
+from hf.score_page import line, row
 from hf.tiny import rotary_families
+
+HEAD = """{mark}
+
+Normalisation, rotation and scale were determined from a family's projections and the inputs of its
+attention. `attention` with the named score is within 1e-5 of the layer's own. Of {families}
+families, {read} are identified in every layer; for the others the table says what is missing.
+Windows and training lengths are those of the tiny model. A note in parentheses says which keys the
+layer's own mask selects by the text: pass that mask to `attention` as `attn_mask`.
+
+`python scripts/family_scores.py` makes this table, and
+`python scripts/family_matrix.py` the other.
+
+"""
 
 
 def main() -> int:
@@ -26,6 +40,21 @@ def main() -> int:
     scores = page({family: row(family) for family in rotary_families()})
     PAGE.write_text(before + scores, encoding="utf-8")
     return 0
+
+
+def is_read(said: Sequence[str]) -> bool:
+    """Whether the score of every layer is known."""
+    return not any("not identified: " in line for line in said)
+
+
+def page(rows: Mapping[str, Sequence[str]]) -> str:
+    """The part of the page that holds the scores of all families."""
+    head = HEAD.format(
+        mark=SCORES, families=len(rows), read=sum(is_read(said) for said in rows.values())
+    )
+    lines = ["| family | score |", "| --- | --- |"]
+    lines += [line(family, rows[family]) for family in sorted(rows)]
+    return head + "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -192,48 +192,8 @@ def _scaled(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-HEAD = """# Which model works with which method, and which score does it have?
-
-The first table shows which methods work with each causal family of transformers that has rotary
-positions. [The second](#scores) names the score of each layer. Both come from tiny models with
-random weights, made from a family's default configuration ({version}). A real model may have
-another configuration: `normattn extend MODEL` and `normattn score MODEL` check the model itself.
-
-## Methods
-
-● works: the method has an effect, gives the same logits with a cache, and is undone exactly. Where
-the family has transformers' own `yarn` and `linear`, the logits agree with those. A number is a
-reason [below](#reasons).
-
-"""
 SCORES = "## Scores"
-"""Where the part of the page begins that `score_page` makes."""
-
-
-def page(rows: Mapping[str, Mapping[str, str]], version: str) -> str:
-    """The part of the page that holds the matrix."""
-    reasons: list[str] = []
-    counts = [str(sum(row[name] == SERVED for row in rows.values())) for name in METHODS]
-    lines = ["| family | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
-    lines.append(f"| **of {len(rows)}** | {' | '.join(counts)} |")
-    for family in sorted(rows):
-        lines.append(f"| {family} | {' | '.join(_cells(rows[family], reasons))} |")
-    below = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    head = HEAD.format(version=f"transformers {version}")
-    return head + "\n".join([*lines, "", "## Reasons", "", *below, ""])
-
-
-def _cells(row: Mapping[str, str], reasons: list[str]) -> list[str]:
-    found = []
-    for name in METHODS:
-        answer = " ".join(row[name].split())
-        if answer == SERVED:
-            found.append("●")
-            continue
-        if answer not in reasons:
-            reasons.append(answer)
-        found.append(str(reasons.index(answer) + 1))
-    return found
+"""Where the part of the page begins that `scripts/family_scores.py` makes."""
 
 
 def read_page(path: Path = PAGE) -> dict[str, dict[str, str]]:

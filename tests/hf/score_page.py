@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from normattn import InputError, score_of
 from normattn.hf.score_of import TOLERANCE, LayerScore
 
-from .matrix import SCORES
 from .tiny import build
-
-HEAD = """{mark}
-
-Normalisation, rotation and scale were determined from a family's projections and the inputs of its
-attention. `attention` with the named score is within 1e-5 of the layer's own. Of {families}
-families, {read} are identified in every layer; for the others the table says what is missing.
-Windows and training lengths are those of the tiny model. A note in parentheses says which keys the
-layer's own mask selects by the text: pass that mask to `attention` as `attn_mask`.
-
-`python scripts/family_scores.py` makes this table, and
-`python scripts/family_matrix.py` the other.
-
-"""
 
 # Few enough keys for so short a text to leave others out.
 _SMALLER = {"doge": {"keep_window_size": 6}}
@@ -48,19 +34,9 @@ def _said(layer: LayerScore) -> str:
     return "not identified: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
 
 
-def is_read(said: Sequence[str]) -> bool:
-    """Whether the score of every layer is known."""
-    return not any("not identified: " in line for line in said)
-
-
-def page(rows: Mapping[str, Sequence[str]]) -> str:
-    """The part of the page that holds the scores of all families."""
-    head = HEAD.format(
-        mark=SCORES, families=len(rows), read=sum(is_read(said) for said in rows.values())
-    )
-    lines = ["| family | score |", "| --- | --- |"]
-    lines += [f"| {family} | {'<br>'.join(_short(rows[family]))} |" for family in sorted(rows)]
-    return head + "\n".join([*lines, ""])
+def line(family: str, said: Sequence[str]) -> str:
+    """The family's row of the table."""
+    return f"| {family} | {'<br>'.join(_short(said))} |"
 
 
 def _short(said: Sequence[str]) -> list[str]:

@@ -217,6 +217,7 @@ def test_extended_twice_copied_or_changed() -> None:
         for other in (model, model.model):
             with pytest.raises(InputError, match="already extended, by ReRoPE: remove"):
                 normattn.extend(other, "YaRN", factor=2)
+        # TRL copies the model that it trains: it must do so before.
         for copied, part in itertools.product((copy.deepcopy, pickle.dumps), (model, model.model)):
             with pytest.raises(InputError, match="cannot be copied"):
                 copied(part)
@@ -232,3 +233,4 @@ def test_extended_twice_copied_or_changed() -> None:
         with pytest.raises(InputError, match="was changed to eager while the model is extended"):
             logits(model, ids)
     assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))

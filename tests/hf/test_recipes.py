@@ -131,11 +131,13 @@ def _small(name: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("size", ["small", "as released"])
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_the_recipe_is_what_is_read_off_the_layers(name: str, size: str) -> None:
-    """And `attention` with it gives what each layer's own attention gave."""
-    spec = ScoreSpec.parse(_small(name) if size == "small" else name)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(name, text) for name in sorted(RECIPES) for text in {RECIPES[name]: 0, _small(name): 0}],
+)
+def test_the_recipe_is_what_is_read_off_the_layers(name: str, text: str) -> None:
+    """As released and small; `attention` with it gives what each layer's own attention gave."""
+    spec = ScoreSpec.parse(text)
     family, more, layers = _configuration(name, spec)
     kept = {key: value for key, value in SIZES.items() if key != "head_dim" or family != "Olmo2"}
     config = getattr(transformers, f"{family}Config")(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -352,19 +351,6 @@ def test_continuous_batching_is_left_alone_or_refused(method: str) -> None:
             with pytest.raises(InputError, match="continuous batching"):
                 getattr(model, name)([[3, 4]])
     assert "generate_batch" not in model.__dict__
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_a_reference_copy_is_made_before_it_is_extended(method: str) -> None:
-    """TRL copies the model that it trains: a copy of an extended one is refused."""
-    model, ids = build("Llama"), tokens()
-    reference = copy.deepcopy(model)
-    with normattn.extend(model, method, **METHODS[method]):
-        with pytest.raises(InputError, match="cannot be copied"):
-            copy.deepcopy(model)
-        with normattn.extend(reference, method, **METHODS[method]):
-            assert torch.equal(logits(model, ids), logits(reference, ids))
-    assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
 
 
 def _assert_extended(model: Any, ids: Tensor, method: str) -> None:

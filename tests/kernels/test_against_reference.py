@@ -120,7 +120,7 @@ def test_chunks_of_their_own_size(rows: int, window: int) -> None:
 
 def test_chunks_hold_no_matrix() -> None:
     """Of T × S numbers nothing is stored, forward or backward: only one chunk's mask."""
-    inputs = make_inputs(4096, 4096, "two regimes", far_from=64, dtype=torch.float32)
+    inputs = make_inputs(1024, 1024, "two regimes", far_from=64, dtype=torch.float32)
     with largest() as record:
         outputs_and_gradients(lambda p: attend(p, "two-regime"), inputs)
     assert record.numel <= 3 * inputs.q.numel()

@@ -32,7 +32,8 @@ def test_forward_and_backward_drop_the_same(
     monkeypatch.setattr(tiled, "ROWS", 4)
     q, k, v = tensors((2, 2, 10, 4), (2, 2, 10, 4), (2, 2, 10, 4))
     whole = _weights(recipe, q, k, 0.0, 0, "chunked").detach()
-    dropped = _weights(recipe, q, k, 0.3, 7, "chunked").detach()
+    dropped, other = (_weights(recipe, q, k, 0.3, seed, "chunked").detach() for seed in (7, 8))
+    assert not torch.equal(dropped, other)
     drop = torch.where(dropped == 0, 0.0, 1 / 0.7).double()
     torch.testing.assert_close(dropped, whole * drop)
     assert 0.1 < 1 - (dropped != 0).sum() / (whole != 0).sum() < 0.5
@@ -66,13 +67,6 @@ def test_rate_0_is_exact_and_draws_nothing(backend: str) -> None:
     out = attention(q, k, v, "KNA", dropout_p=0.0, backend=backend)
     assert torch.equal(out, attention(q, k, v, "KNA", backend=backend))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_seed_decides() -> None:
-    q, k, _ = tensors((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
-    one, two, other = (_weights(RECIPES[0], q, k, 0.5, seed, "chunked") for seed in (3, 3, 4))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("budget", [1, 2**20])

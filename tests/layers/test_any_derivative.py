@@ -112,14 +112,14 @@ BY_DIFFERENCES = [
 ]
 
 
-def _problem(recipe: Recipe, backend: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def _problem(recipe: Recipe) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Attention over 5 tokens, one padded, as a function of q, k, v and what is learned."""
     score = built(recipe, 2, 4, 1)
     padding = torch.tensor([[True, False, False, False, False]])
 
     def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         causal = not recipe.leaks
-        return attention(q, k, v, score, causal, key_padding=padding, backend=backend)
+        return attention(q, k, v, score, causal, key_padding=padding, backend="reference")
 
     q, k, v = tensors((1, 2, 5, 4), (1, 1, 5, 4), (1, 1, 5, 3))
     return run, [q, k, v, *learned(score).values()]
@@ -127,14 +127,5 @@ def _problem(recipe: Recipe, backend: str) -> tuple[Callable[..., Tensor], list[
 
 @pytest.mark.parametrize("recipe", BY_DIFFERENCES, ids=[r.text for r in BY_DIFFERENCES])
 def test_the_reference_to_the_second_order(recipe: Recipe) -> None:
-    assert gradcheck(*_problem(recipe, "reference"), fast_mode=True)
-    assert gradgradcheck(*_problem(recipe, "reference"), fast_mode=True)
-
-
-def test_a_retained_graph_gives_the_same_gradient_twice() -> None:
-    run, inputs = _problem(BY_DIFFERENCES[2], "chunked")
-    out = run(*inputs).square().sum()
-    first = torch.autograd.grad(out, inputs, retain_graph=True)
-    second = torch.autograd.grad(out, inputs)
-    for one, two in zip(first, second, strict=True):
-        assert torch.equal(one, two)
+    assert gradcheck(*_problem(recipe), fast_mode=True)
+    assert gradgradcheck(*_problem(recipe), fast_mode=True)
