@@ -409,11 +409,11 @@ STUDIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def study_numbers(study: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
+def study_numbers(study: str, folder: Path, *more: str) -> dict[str, dict[str, dict[str, float]]]:
     """The numbers of the tables of a study's smoke preset: table, row, column."""
     out = folder / study
     options = ("--preset", "smoke", "--seeds", "1", "--out", out)
-    run("reproduce", study, *options, *STUDIES[study])
+    run("reproduce", study, *options, *(more or STUDIES[study]))
     return {path.stem: numbers(path) for path in sorted(out.glob("*.csv"))}
 
 

@@ -75,7 +75,10 @@ def recipes(variant: str) -> Iterator[Recipe]:
 
 
 def methods(method: str) -> Iterator[Recipe]:
-    """A method on some variants, log-n forms, layouts and kinds of rotary position."""
+    """A method on some variants, log-n forms, layouts and kinds of rotary position.
+
+    Those that change frequencies alone share the kinds out: each takes every second.
+    """
     rotary = [Recipe(position="half"), Recipe("KNA", "logn+", "interleaved", shape="XPos")]
     rotary += [Recipe("CosA", "logn", "interleaved"), Recipe("QKNorm2020", "", "half")]
     rotary += [Recipe("KLayerNorm", "", "half", shape="PartialRoPE", fraction=0.6)]
@@ -86,7 +89,8 @@ def methods(method: str) -> Iterator[Recipe]:
     rotary += [Recipe("QKRMSNorm", "SSMax", "half", shape="PRoPE", fraction=0.7)]
     rotary += [Recipe("KNA", "SSMax", "interleaved", shape="PoPE")]
     rotary += [Recipe("KNA", "", "half", shape="HoPE", base=20.0)]
-    for recipe in rotary:
+    alone = method not in REGIMES and method != "DynamicNTK"
+    for recipe in rotary[METHODS.index(method) % 2 :: 2] if alone else rotary:
         # Without its rotation XPos is still a position.
         if not (method == "DroPE" and recipe.shape == "XPos"):
             yield replace(recipe, method=method, train_length=4)
@@ -94,7 +98,7 @@ def methods(method: str) -> Iterator[Recipe]:
         yield from (Recipe(method=method, clip=clip) for clip in (0, 1, 3, 9))
     if method == "LongRoPE":
         yield Recipe("KNA", "logn", method=method, factors=(1.0, 1.25, 2.0, 3.5))
-    if method not in REGIMES and method != "DynamicNTK":
+    if alone:
         yield Recipe("KBatchNorm", "logn", method=method)
 
 
