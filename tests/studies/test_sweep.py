@@ -68,7 +68,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     tiny: Path, tmp_path: Path, start: Start
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS)
+    sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS, "--set", "training.steps=200")
     code, said = finish(start(*sweep, "--out", whole, cells_here=True))
     assert code == 0, said
     for row in rows(whole):
@@ -90,7 +90,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     _, alive = psutil.wait_procs([orphan], SECONDS)
     assert not alive
     # Then everything at once, as when the power goes: the cells are in this process.
-    wait_for_training(broken, steps=100)
+    wait_for_training(broken, steps=50)
     process.send(signal.SIGKILL)
     assert not (broken / "table.json").exists()
 
