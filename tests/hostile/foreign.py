@@ -134,6 +134,7 @@ MODELS: dict[str, Damage] = {
     "width without end": configured(hidden_size=10**9),
     "heads without end": configured(num_attention_heads=10**9),
     "width as text": configured(hidden_size="32"),
+    "another width": configured(hidden_size=64),
     "rope as text": configured(rope_parameters="default"),
     "tokeniser deep": written("tokenizer.json", b"[" * 100_000),
     "tokeniser pickled": pickled("tokenizer.json"),

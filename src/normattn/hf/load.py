@@ -129,9 +129,11 @@ def load_unmodified(
     verbosity = transformers.logging.get_verbosity()
     # transformers' report would print escape sequences in a file's names; `_check_loaded` reports.
     transformers.logging.set_verbosity(logging.ERROR)
+    # Weights of another shape are left out, and `_check_loaded` reports them too.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with explained(gguf or source):
-            loaded, info = auto.from_pretrained(source, output_loading_info=True, **options)
+            loaded, info = auto.from_pretrained(source, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
     _check_loaded(loaded, info, gguf or source)
@@ -278,9 +280,11 @@ def _check_files(folder: Path, gguf: str | None, config: Any) -> None:
 
 
 def missing_weight(info: Mapping[str, Any]) -> str | None:
-    """A clause on the first weight that transformers' loading info reports as missing, or None."""
-    missing = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-    return f"{missing[0]} is missing or has another shape" if missing else None
+    """A clause on a weight that transformers' loading info reports as missing or misshapen."""
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        return f"{name} has the shape {tuple(found)}, not {tuple(expected)}"
+    missing = sorted(map(str, info["missing_keys"]))
+    return f"{missing[0]} is missing" if missing else None
 
 
 def refuse_infinite_frequencies(model: Any, source: str) -> None:
