@@ -271,7 +271,9 @@ config = LlamaConfig(
     initializer_range=0.2,
 )
 model, other = LlamaForCausalLM(config).eval(), torch.nn.Linear(2, 2)
-hooked = build("gemma2")  # layers within a window share the rotary module of those extended
+kinds = ["full_attention", "sliding_attention"]
+# Layers within a window share the rotary module of those extended.
+hooked = build("qwen2", use_sliding_window=True, sliding_window=6, layer_types=kinds)
 ids = torch.randint(3, 32, (1, 12))
 traced, found = [], {}
 
