@@ -1,4 +1,4 @@
-"""nGPT's unit weights: the authors' lines, a training, its exact resume, and what is refused."""
+"""nGPT's unit weights: the authors' lines, a training, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from normattn import CausalLM, CausalLMConfig, InputError
 from normattn.lab.training import train_model
+from normattn.lab.training.distributed import World
+from normattn.lab.training.step import TrainStep
 from normattn.lab.training.unit_weights import UnitWeights
 
 from .settings import SMALL, small
@@ -41,6 +43,14 @@ def test_each_matrix_is_normalised_along_the_width(block: str, tied: bool) -> No
     named = {"embedding", "expand", "out"} if block == "gau" else {"embedding", "qkv", "out"}
     named |= set() if block == "gau" else {"up", "down"}
     assert matrices == (named if tied else {*named, "head"})
+
+
+def test_weights_have_length_1_before_the_first_step() -> None:
+    settings, cpu = small(model=NGPT, unit_weights=True), torch.device("cpu")
+    task = settings.task(settings.prepare(), cpu, 1)
+    TrainStep(task, settings, World(0, 1, cpu), lambda: False)
+    weight = task.model.get_parameter("embedding.weight")
+    torch.testing.assert_close(weight.norm(dim=1), torch.ones(len(weight)))
 
 
 def test_a_training_keeps_weights_at_length_1(tmp_path: Path) -> None:
