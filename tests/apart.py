@@ -25,7 +25,6 @@ PRELOADED = (
     "torch.export._trace",
     *("normattn.cli.app", "normattn.cli.reproduce", "normattn.lab.sweep.runner"),
     "transformers.models.llama.modeling_llama",
-    "frozen",
 )
 
 

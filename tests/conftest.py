@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -27,12 +26,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
-
-
-def pytest_collection_finish() -> None:
-    """What is imported by now stays, so no collection of garbage need visit it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
