@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: transformers.MambaConfig(num_hidden_layers=1).save_pretrained(folder),
         "of a mamba model names no number of attention heads (num_attention_heads is None)",
     ),
-    "unknown positions": (_strange_positions, "KeyError: it names 'spiral', which is not known"),
+    "unknown positions": (_strange_positions, "KeyError: 'spiral'"),
 }
 
 
