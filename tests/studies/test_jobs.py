@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from normattn.lab.sweep import launchers
 from normattn.lab.sweep.launchers import Job, Local, Needs, Observe, Outcome
+from normattn.lab.sweep.planner import SweepProgress
 
 
 def job(folder: Path, name: str, script: str) -> Job:
@@ -150,3 +152,26 @@ def test_slots_are_shares_of_the_cores_that_this_process_may_use(
 ) -> None:
     monkeypatch.setattr(launchers, "available_cores", lambda: 7)
     assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]
+
+
+def test_the_time_left_counts_running_jobs_and_not_what_was_done_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    jobs = [Job(name, (), tmp_path / name / "log.txt") for name in "abcd"]
+    for each in jobs:
+        each.log.parent.mkdir()
+
+    def works(each: Job, done: int) -> None:
+        state = {"stage": 0, "phase": "training", "done": done, "total": 8, "text": "", "host": ""}
+        each.log.with_name("progress.json").write_text(json.dumps(state))
+
+    progress = SweepProgress(jobs, {each.name: (1.0,) for each in jobs})
+    works(jobs[1], 2)  # resumed from a checkpoint
+    progress(jobs[:2], [])
+    works(jobs[1], 4)
+    now = 180.0
+    progress([jobs[1]], [Outcome(jobs[0], 0, "", 180.0)])
+    # A job and a quarter in 3 min; half a job and two more are left.
+    assert "(1 of 4), about 6 min left" in capsys.readouterr().err

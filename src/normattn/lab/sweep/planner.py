@@ -142,15 +142,16 @@ class SweepProgress(ProgressBar):
         self._rows = rows
         self._total = self.progress.add_task("all runs", total=len(jobs), text="")
         self._bars: dict[str, TaskID] = {}
+        self._resumed_at: dict[str, float] = {}
         self._ended = 0
         self._started = time.monotonic()
 
     def __call__(self, running: Sequence[Job], ended: Sequence[Outcome]) -> None:
         """Update the bars of the running jobs, and report those that have ended."""
-        fractions = [self._update(job) for job in running]
-        self.progress.update(self._total, completed=len(ended) + sum(fractions))
+        completed = len(ended) + sum(self._update(job) for job in running)
+        self.progress.update(self._total, completed=completed)
         for outcome in ended[self._ended :]:
-            self._report(outcome)
+            self._report(outcome, completed)
 
     def _update(self, job: Job) -> float:
         """Update the bar of a running job; return the fraction that is done."""
@@ -165,16 +166,18 @@ class SweepProgress(ProgressBar):
         if state["host"] != platform.node():
             text += f" on {state['host']}"
         self.progress.update(self._bars[job.name], completed=fraction, text=text)
+        self._resumed_at.setdefault(job.name, fraction)
         return float(fraction)
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, outcome: Outcome, completed: float) -> None:
         if outcome.job.name in self._bars:
             self.progress.remove_task(self._bars.pop(outcome.job.name))
         self._ended += 1
-        remaining = len(self._jobs) - self._ended
-        seconds = (time.monotonic() - self._started) / self._ended * remaining
         count = f"({self._ended} of {len(self._jobs)})"
-        count += f", about {duration(seconds)} left" if remaining else ""
+        remaining, here = len(self._jobs) - completed, completed - sum(self._resumed_at.values())
+        if remaining and here > 0:
+            seconds = (time.monotonic() - self._started) / here * remaining
+            count += f", about {duration(seconds)} left"
         result = f"done in {duration(outcome.seconds)}"
         if outcome.code:
             word = "diverged" if outcome.code == DIVERGED else "failed"
