@@ -350,7 +350,6 @@ def _check_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) ->
         )
 
 
-@lru_cache(maxsize=256)
 def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:
     """The first and the second features of all pairs that rotate."""
     end = start + 2 * count
