@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib
 import os
@@ -106,7 +105,6 @@ def _make_inputs(folder: Path, foreign: bool) -> Path:
         importlib.import_module(name)
     if foreign:  # The tests draw no charts.
         importlib.import_module("altair")
-    gc.freeze()  # Otherwise every fork would visit all that is imported, and copy its pages.
     for arguments in (
         ("train", "--preset", setting.preset, "--score", "KNA", "--out", setting.run),
         ("evaluate", setting.run, "--multiples", "1,2", "--max-windows", "2"),

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
+
 from cli.conftest import TINY, Command
+from normattn.lab.data.tokeniser import Tokeniser
+from normattn.models.pretrained import load_model
 
 
 def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
@@ -28,13 +33,24 @@ def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
     assert command(*arguments, "--seed", 4, "--max-new-tokens", 12).out != first.out
 
 
-def test_methods_read_on(command: Command, trained: Path) -> None:
-    """Longer than L, where the methods differ from the model as it is."""
-    for method in ("ReRoPE-logn+", "YaRN(factor=4)"):
-        command.done(
-            *("generate", trained, "--prompt", "word1 word2 word3", "--method", method),
-            *("--max-new-tokens", 4, "--top-k", 5, "--temperature", 1),
-        )
+@pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=4)"])
+def test_a_method_decides_beyond_the_training_length(
+    command: Command, trained: Path, method: str
+) -> None:
+    """The text is that of full forwards under the method, one for each token."""
+    prompt, config = "word1 word2 word3 " * 12, json.loads((trained / "config.json").read_text())
+    tokeniser = Tokeniser.load(trained / "tokeniser.json")
+    model = load_model(trained / "model")
+    ids = tokeniser.encode(prompt)
+    assert len(ids) > config["config"]["model"]["train_length"]
+    factor = (len(ids) + 4) / model.config.train_length
+    spec = model.config.score.with_method(method).resolve(factor=factor)
+    with model.using(spec), torch.no_grad():
+        for _ in range(4):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    options = ("--method", method, "--max-new-tokens", 4)
+    said = command.done("generate", trained, "--prompt", prompt, *options)
+    assert said.out == tokeniser.decode(ids[-4:]) + "\n"
 
 
 def test_runs_that_cannot_answer(

@@ -57,7 +57,7 @@ def test_the_same_rows_by_every_kernel(change: str, value: float, dtype: torch.d
         inputs = make_inputs(rows, S, kind, far_from=12, **options)  # type: ignore[arg-type]
         expected = _spoilt(inputs, side, place, value)
         for kernel in KERNELS:
-            # Of another number of rows flex_attention is traced anew.
+            # flex_attention is traced again for each number of rows.
             if kernel.why_not(inputs) is not None or (kernel.name == "flex" and rows < S):
                 continue
             out = attend(inputs, kernel.name)

@@ -51,7 +51,7 @@ def _inputs(name: str, change: str, learned: bool = False) -> AttentionInputs:
 
 GRID = [(name, change) for name in MASKS for change in ("plain", "all")]
 GRID += [("causal", change) for change in CHANGES[1:-1]]
-# One of each branch: each case is traced anew, and the functions alone are tried below.
+# One case for each branch, as each is traced again; the functions alone are tested below.
 ALWAYS = (
     *(("not causal", "plain"), ("causal", "bias"), ("causal", "two regimes"), ("causal", "all")),
     *((name, "all") for name in ("window both ways", "padding", "documents")),
