@@ -358,13 +358,17 @@ def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, sli
     return slice(start, start + count), slice(start + count, end)
 
 
+# For eager calls: a compiler traces the function itself.
+cached_feature_pairs = lru_cache(maxsize=256)(feature_pairs)
+
+
 def rotate_rows(
     x: Tensor, cos: Tensor, sin: Tensor, unrotated: Tensor, interleaved: bool, start: int
 ) -> Tensor:
     """Rotate pair (a, b) of x to (a·cos − b·sin, b·cos + a·sin), without a gradient."""
     dtype, x = x.dtype, x if x.dtype == cos.dtype else x.to(cos.dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = feature_pairs(start, cos.shape[-1], interleaved)
+    first, second = cached_feature_pairs(start, cos.shape[-1], interleaved)
     a, b, rotated_a, rotated_b = x[..., first], x[..., second], y[..., first], y[..., second]
     end = start + 2 * cos.shape[-1]
     if start > 0:
