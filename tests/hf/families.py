@@ -12,12 +12,8 @@ from torch import Tensor
 from . import tiny
 
 LENGTH, VOCABULARY = 8, tiny.VOCABULARY
-_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": LENGTH,
-}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
+_SIZES |= {"max_position_embeddings": LENGTH}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 # What a configuration has beside that of every family.
 FAMILIES: dict[str, dict[str, Any]] = {

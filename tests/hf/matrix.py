@@ -32,16 +32,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # Values with which a method changes nothing on a text of COUNT tokens.
 NOTHING: dict[str, dict[str, Any]] = {
-    "PI": {"factor": 1},
-    "NTK": {"factor": 1},
-    "NTK-mixed": {"factor": 1},
-    "YaRN": {"factor": 1},
-    "DynamicNTK": {"train_length": COUNT},
+    **{key: {"factor": 1} for key in ("PI", "NTK", "NTK-mixed", "YaRN")},
+    **{key: {"train_length": COUNT} for key in ("DynamicNTK", "DualChunk", "logn+")},
     "ReRoPE": {"window": COUNT, "train_length": COUNT},
     "LeakyReRoPE": {"window": 4, "s": 1.0},
     "SelfExtend": {"window": COUNT, "group": 3, "train_length": COUNT},
-    "DualChunk": {"train_length": COUNT},
-    "logn+": {"train_length": COUNT},
 }
 SERVED = "served"
 CLOSE, EFFECT = 1e-3, 1e-4

@@ -199,12 +199,8 @@ def test_a_training_length_that_is_not_known_is_asked_for() -> None:
     model.config.__dict__["max_position_embeddings"] = None
     with pytest.raises(InputError, match="train_length=…"):
         normattn.extend(model, "ReRoPE")
-    two = {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 2.0,
-        "original_max_position_embeddings": 4,
-    }
+    two = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    two |= {"original_max_position_embeddings": 4}
     with pytest.raises(InputError, match="max_position_embeddings="):
         normattn.extend(build("Llama", rope_parameters=two), "ReRoPE")
     with pytest.raises(InputError, match="already scaled, and NTK "):

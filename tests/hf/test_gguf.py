@@ -20,26 +20,13 @@ from .families import logits, tokens
 
 gguf = pytest.importorskip("gguf")
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "rms_norm_eps": 1e-5,
-}
-_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+SIZES["rms_norm_eps"] = 1e-5
+_LAYER = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
+_LAYER |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+_LAYER |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
+_LAYER["ffn_norm"] = "post_attention_layernorm"
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _PAIRS = {"attn_q": 4, "attn_k": 2}
 

@@ -19,14 +19,8 @@ from . import tiny
 from .families import build, logits, tokens
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "low_freq_factor": 0.5,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 10,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 0.5}
+LLAMA3 |= {"high_freq_factor": 3.0, "original_max_position_embeddings": 10}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Llama", {"head_dim": 12, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
@@ -120,14 +114,10 @@ def test_a_method_after_training_does_not_become_one_trained_in(method: str) -> 
 
 
 _SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _TEMPERATURE = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
-_WARMER: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **_TEMPERATURE},
-    "max_position_embeddings": 64,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": None,
-}
+_WARMER: dict[str, Any] = {"max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 8}
+_WARMER |= {"sliding_window": None, "rope_parameters": {**_PLAIN, **_TEMPERATURE}}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def _always(n: int) -> float:
     return 1.0
 
 
+def _distance(i: int, j: int) -> float:
+    return i - j
+
+
 def _self_extend(i: int, j: int) -> float:
     return i - j if i - j < W else i // 2 - j // 2 + W - W // 2
 
@@ -62,12 +66,20 @@ REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[
         lambda i, j: _dual_chunk(i, j, 5, 4) if j < i // 5 * 5 else i - j,
         lambda n: (1 + 0.1 * math.log(max(1.0, n / LENGTH))) ** 2,
     ),
-    ("logn+", {}, lambda i, j: i - j, _logn),
+    ("logn+", {}, _distance, _logn),
 ]
 
 
-@pytest.mark.parametrize(("method", "values", "relative", "factor"), REGIMES)
-def test_two_regimes_by_hand(
+SPECTRA: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("PI", {"factor": 3}), ("ABF", {"base": 300.0}), ("NTK", {"factor": 3})),
+    *(("NTK-mixed", {"factor": 3}), ("YaRN", {"factor": 3})),
+)
+METHODS_BY_HAND = [*REGIMES, ("YaRN-logn+", {"factor": 3}, _distance, _logn)]
+METHODS_BY_HAND += [(method, values, _distance, _always) for method, values in SPECTRA]
+
+
+@pytest.mark.parametrize(("method", "values", "relative", "factor"), METHODS_BY_HAND)
+def test_methods_by_hand(
     method: str,
     values: dict[str, Any],
     relative: Callable[[int, int], float],
@@ -76,36 +88,11 @@ def test_two_regimes_by_hand(
     model, ids = model_of("Llama"), tokens(1, COUNT)
     with normattn.extend(model, method, **values):
         found = logits(model, ids)[0]
-    expected = llama(model, ids[0], relative, factor, rope_frequencies(8, 10000.0))
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("method", "values"),
-    [
-        ("PI", {"factor": 3}),
-        ("ABF", {"base": 300.0}),
-        ("NTK", {"factor": 3}),
-        ("NTK-mixed", {"factor": 3}),
-        ("YaRN", {"factor": 3}),
-        ("YaRN-logn+", {"factor": 3}),
-    ],
-)
-def test_spectra_by_hand(method: str, values: dict[str, Any]) -> None:
-    model, ids = model_of("Llama"), tokens(1, COUNT)
-    spec = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH, **values)
-    assert spec.rope_scaling is not None
-    theta, gain = (
-        spec.rope_scaling.inverse_frequencies(8, 10000.0, LENGTH),
-        spec.rope_scaling.gain(LENGTH),
-    )
-    with normattn.extend(model, method, **values):
-        found = logits(model, ids)[0]
-
-    def factor(n: int) -> float:
-        return gain * (_logn(n) if spec.logn is not None else 1.0)
-
-    expected = llama(model, ids[0], lambda i, j: i - j, factor, theta)
+    theta, gain = rope_frequencies(8, 10000.0), 1.0
+    scaling = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH, **values).rope_scaling
+    if scaling is not None:
+        theta, gain = scaling.inverse_frequencies(8, 10000.0, LENGTH), scaling.gain(LENGTH)
+    expected = llama(model, ids[0], relative, lambda n: gain * factor(n), theta)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 

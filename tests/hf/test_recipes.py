@@ -15,19 +15,15 @@ from normattn.score.recipes import RECIPES
 from .tiny import build_of
 
 HEADS, GROUPS, D, TOKENS, VOCABULARY = 4, 2, 16, 40, 64
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 32,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
     "head_dim": D,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "attn_implementation": "eager",
 }
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+SIZES |= {"max_position_embeddings": 64, "attn_implementation": "eager"}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4}
 
 

@@ -64,16 +64,9 @@ def test_reading_changes_nothing() -> None:
 def _latent(**more: Any) -> Any:
     """A tiny DeepSeek-V3, whose keys are made of latent vectors and whose last features turn."""
     sizes = {key: value for key, value in SIZES.items() if key != "head_dim"}
-    own = {
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "first_k_dense_replace": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 4,
-    }
+    own = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    own |= {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2}
+    own |= {"num_hidden_layers": 2, "num_key_value_heads": 4}
     config = transformers.DeepseekV3Config(**{**sizes, **own, **more})
     return build_of(config)
 
@@ -89,14 +82,8 @@ def test_keys_of_latent_vectors_are_read() -> None:
 @pytest.mark.parametrize("all_dim", [1.0, 0.5])
 def test_a_scale_that_goes_with_yarn_is_its_sharpness(all_dim: float) -> None:
     """DeepSeek multiplies the whole score with what others multiply the turned features with."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40.0,
-        "original_max_position_embeddings": 64,
-        "mscale": all_dim,
-        "mscale_all_dim": all_dim,
-    }
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0}
+    rope |= {"mscale": all_dim, "mscale_all_dim": all_dim, "original_max_position_embeddings": 64}
     seen = score_of(_latent(rope_parameters=rope))
     assert seen.verified, str(seen)
     yarn = "YaRN(factor=40)" if all_dim == 1 else "YaRN(factor=40,sharpness=0.05)"

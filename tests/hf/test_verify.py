@@ -73,70 +73,56 @@ def test_what_is_emitted_is_as_meant(
     assert not _verify(folder, text, tmp_path, train_length=LENGTH).equal
 
 
+def _yarn(**changes: Any) -> dict[str, Any]:
+    """A configuration with YaRN and these changes; None leaves a word out."""
+    words = {**YARN_WORDS, **changes}
+    return {**RAISED, "rope_parameters": {k: v for k, v in words.items() if v is not None}}
+
+
+FREQUENCIES = "inverse frequencies: "
+NO_GAIN = "attention factor: cos and sin times 1 instead of 1.1386"
+MULTIPLIED = "YaRN is applied to a length that was multiplied already"
+HALF = "longest text: 128 instead of 256 tokens"
+SERVER = "llama-server -m m.gguf --rope-scaling yarn"
+LONGER = "--rope-scale 4 --override-kv llama.context_length=int:256"
+OVERRIDES = json.dumps({"rope_parameters": YARN_WORDS})
 # What the engine was told; what differs; which mistake is named.
 MISTAKES: dict[str, tuple[Any, str, str]] = {
     "on a multiplied length": (
-        {**RAISED, "rope_parameters": {**YARN_WORDS, "original_max_position_embeddings": 256}},
-        "inverse frequencies: ",
-        "YaRN is applied to a length that was multiplied already",
+        *(_yarn(original_max_position_embeddings=256), FREQUENCIES, MULTIPLIED),
     ),
     "no original length": (
-        {**RAISED, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": BASE}},
-        "inverse frequencies: ",
+        *(_yarn(original_max_position_embeddings=None), FREQUENCIES),
         "YaRN's factor 4 is given without original_max_position_embeddings",
     ),
     "no type": (
-        {**RAISED, "rope_parameters": {"factor": 4.0, "rope_theta": BASE}},
-        "inverse frequencies: ",
+        *(_yarn(rope_type=None, original_max_position_embeddings=None), FREQUENCIES),
         "the factors are ignored (factor=4)",
     ),
     "another name": (
-        {**RAISED, "rope_parameters": {**YARN_WORDS, "factor": 1.0, "scaling_factor": 4.0}},
-        "attention factor: cos and sin times 1 instead of 1.1386",
+        *(_yarn(factor=1.0, scaling_factor=4.0), NO_GAIN),
         "scaling_factor is no rope parameter: it is ignored",
     ),
     "no base": (
-        {**RAISED, "rope_scaling": {k: v for k, v in YARN_WORDS.items() if k != "rope_theta"}},
-        "inverse frequencies: ",
-        "rope_theta is missing next to the scaling",
+        {**RAISED, "rope_scaling": _yarn(rope_theta=None)["rope_parameters"]},
+        *(FREQUENCIES, "rope_theta is missing next to the scaling"),
     ),
     "the factor of the logits switched off": (
-        {**RAISED, "rope_parameters": {**YARN_WORDS, "attention_factor": 1.0}},
-        "attention factor: cos and sin times 1 instead of 1.1386",
-        "attention_factor=1 replaces the factor",
+        *(_yarn(attention_factor=1.0), NO_GAIN, "attention_factor=1 replaces the factor"),
     ),
-    "the length alone": (
-        RAISED,
-        "inverse frequencies: ",
-        "the length alone was raised, to 256 tokens",
-    ),
-    "flags without a length": (
-        "llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 \\\n"
-        "  --override-kv llama.context_length=int:256",
-        "inverse frequencies: ",
-        "YaRN is applied to a length that was multiplied already",
-    ),
+    "the length alone": (RAISED, FREQUENCIES, "the length alone was raised, to 256 tokens"),
+    "flags without a length": (f"{SERVER} \\\n  {LONGER}", FREQUENCIES, MULTIPLIED),
     "flags without a scale": (
-        f"llama-server -m m.gguf --rope-scaling yarn --yarn-orig-ctx {LENGTH} --ctx-size 256",
-        "attention factor: ",
-        "",
+        *(f"{SERVER} --yarn-orig-ctx {LENGTH} --ctx-size 256", "attention factor: ", ""),
     ),
     "parallel requests": (
-        f"llama-server -m m.gguf --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx {LENGTH} "
-        "--override-kv llama.context_length=int:256 --ctx-size 256 -np 2",
-        "longest text: 128 instead of 256 tokens",
-        "",
+        *(f"{SERVER} {LONGER} --yarn-orig-ctx {LENGTH} --ctx-size 256 -np 2", HALF, ""),
     ),
     "too short": (
-        f"vllm serve m --hf-overrides '{json.dumps({'rope_parameters': YARN_WORDS})}' "
-        "--max-model-len 128",
-        "longest text: 128 instead of 256 tokens",
-        STATIC,
+        *(f"vllm serve m --hf-overrides '{OVERRIDES}' --max-model-len 128", HALF, STATIC),
     ),
     "another method": (
-        {**RAISED, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": BASE}},
-        "inverse frequencies: ",
-        "",
+        *(_yarn(rope_type="linear", original_max_position_embeddings=None), FREQUENCIES, ""),
     ),
 }
 
@@ -326,12 +312,6 @@ def _saved(model: str, folder: Path) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_an_unchanged_configuration_is_as_meant(model: str, tmp_path: Path) -> None:
-    verdict = _verify(tmp_path, _saved(model, tmp_path), tmp_path)
-    assert (verdict.differences, verdict.mistakes) == ((), ())
-
-
 # The softmax scale of DeepSeek-V3 is (0.1·ln 40 + 1)²/√192; of llama 4's temperature the growth at
 # the end of the text counts.
 SCALE = 192**-0.5
@@ -345,23 +325,24 @@ CHANGED: list[tuple[str, dict[str, Any], str, tuple[float, float] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "changed", "kind", "numbers"), CHANGED)
-def test_a_changed_rope_parameter_is_seen(
-    model: str,
-    changed: dict[str, Any],
-    kind: str,
-    numbers: tuple[float, float] | None,
-    tmp_path: Path,
+@pytest.mark.parametrize("model", MODELS)
+def test_an_unchanged_configuration_is_as_meant_and_a_changed_one_is_not(
+    model: str, tmp_path: Path
 ) -> None:
     raw = _saved(model, tmp_path)
-    rope = {**raw["rope_parameters"], **changed}
-    raw["rope_parameters"] = {name: value for name, value in rope.items() if value is not None}
     verdict = _verify(tmp_path, raw, tmp_path)
-    found = [sentence for sentence in verdict.differences if sentence.startswith(kind)]
-    assert found, verdict
-    if numbers is not None:
-        seen = re.findall(r"([0-9.e+-]+) instead of ([0-9.e+-]+)", found[0])[0]
-        assert [float(number) for number in seen] == pytest.approx(numbers, rel=1e-3)
+    assert (verdict.differences, verdict.mistakes) == ((), ())
+    for own, changed, kind, numbers in CHANGED:
+        if own != model:
+            continue
+        rope = {**raw["rope_parameters"], **changed}
+        rope = {name: value for name, value in rope.items() if value is not None}
+        verdict = _verify(tmp_path, {**raw, "rope_parameters": rope}, tmp_path)
+        found = [sentence for sentence in verdict.differences if sentence.startswith(kind)]
+        assert found, verdict
+        if numbers is not None:
+            seen = re.findall(r"([0-9.e+-]+) instead of ([0-9.e+-]+)", found[0])[0]
+            assert [float(number) for number in seen] == pytest.approx(numbers, rel=1e-3)
 
 
 def test_a_window_and_a_part_of_the_head_are_compared(tmp_path: Path) -> None:
@@ -379,62 +360,46 @@ JSON = json.dumps({"rope_parameters": WORDS, "max_position_embeddings": 4 * TRAI
 FLAGS = f"--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx {TRAINED}"
 CONTEXT = f"--override-kv llama.context_length=int:{4 * TRAINED}"
 SETTINGS = "environment: {LLAMA_ARG_ROPE_SCALE: 4, LLAMA_ARG_ROPE_SCALING_TYPE: yarn}"
+VLLM = f"vllm serve m --rope-scaling '{ROPE}' --max-model-len 128K"
+ALLOWED, OVERRIDE = "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "--hf-overrides.rope_parameters"
+COMPOSE, FOUR = "services:\n  a:\n   ", f"llama-server -m m.gguf {FLAGS} {CONTEXT} -np 4"
 COMMANDS: dict[str, tuple[str, bool]] = {
     "vLLM": (f"vllm serve m --hf-overrides '{JSON}' --max-model-len 128K", True),
     "vLLM, underscores": (f"vllm serve m --hf_overrides='{JSON}' --max_model_len 131072", True),
     "vLLM, YAML": (f"model: m\nhf-overrides: {JSON}\nmax-model-len: 131072\n", True),
     "vLLM, beyond": (f"vllm serve m --hf-overrides '{JSON}' --max-model-len 1000000", False),
-    "llama.cpp, four requests": (
-        f"llama-server -m m.gguf {FLAGS} {CONTEXT} -c {16 * TRAINED} -np 4",
-        True,
-    ),
-    "llama.cpp, four requests share": (
-        f"llama-server -m m.gguf {FLAGS} {CONTEXT} -c {4 * TRAINED} -np 4 -kvu",
-        True,
-    ),
-    "vLLM, length not raised": (
-        f"vllm serve m --rope-scaling '{ROPE}' --max-model-len 128K",
-        False,
-    ),
-    "vLLM, length allowed": (
-        f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 vllm serve m --rope-scaling '{ROPE}' "
-        "--max-model-len 128K",
-        True,
-    ),
+    "vLLM, length not raised": (VLLM, False),
+    "vLLM, length allowed": (f"{ALLOWED}=1 {VLLM}", True),
+    "vLLM, not allowed": (f"{ALLOWED}=0 {VLLM}", False),
     "vLLM, allowed in a compose file": (
-        "services:\n  a:\n    environment:\n      - VLLM_ALLOW_LONG_MAX_MODEL_LEN=TRUE\n"
-        f"    command: --hf-overrides.rope_parameters '{ROPE}' --max-model-len 128K\n",
+        f"{COMPOSE} environment:\n      - {ALLOWED}=TRUE\n"
+        f"    command: {OVERRIDE} '{ROPE}' --max-model-len 128K\n",
         True,
     ),
     "vLLM, allowed in Kubernetes": (
-        "spec:\n  env: [{name: VLLM_ALLOW_LONG_MAX_MODEL_LEN, value: '1'}]\n"
-        f"  args: [--hf-overrides.rope_parameters, '{ROPE}', --max-model-len, 128K]\n",
-        True,
-    ),
-    "vLLM, not allowed": (
-        f"VLLM_ALLOW_LONG_MAX_MODEL_LEN=0 vllm serve m --rope-scaling '{ROPE}' "
-        "--max-model-len 128K",
-        False,
-    ),
-    "compose": (f"services:\n  a:\n    command: >\n      -c 131072 {FLAGS} {CONTEXT}\n", True),
-    "environment": (
-        f"services:\n  a:\n    command: -c 131072 --yarn-orig-ctx {TRAINED} {CONTEXT}\n"
-        f"    {SETTINGS}\n",
+        f"spec:\n  env: [{{name: {ALLOWED}, value: '1'}}]\n"
+        f"  args: [{OVERRIDE}, '{ROPE}', --max-model-len, 128K]\n",
         True,
     ),
     "llama.cpp": (f"llama-server -m m -c 131072 {FLAGS} {CONTEXT}", True),
+    "llama.cpp, four requests": (f"{FOUR} -c {16 * TRAINED}", True),
+    "llama.cpp, four requests share": (f"{FOUR} -c {4 * TRAINED} -kvu", True),
     "llama.cpp, quoted": (
-        f"bash -lc 'llama-server -c 131072 {FLAGS} {CONTEXT},a.b=bool:false'",
-        True,
-    ),
-    "compose, quoted": (
-        "services:\n  a:\n    ports: {8000: 8000}\n    entrypoint: [/bin/sh, -c]\n"
-        f"    command: ['llama-server -c 131072 {FLAGS} {CONTEXT}']\n",
-        True,
+        *(f"bash -lc 'llama-server -c 131072 {FLAGS} {CONTEXT},a.b=bool:false'", True),
     ),
     "llama.cpp, no length": (f"llama-server -m m -c 131072 {FLAGS}", False),
     "llama.cpp, no YaRN": (f"llama-server {FLAGS} {CONTEXT} --yarn-ext-factor 0", False),
     "llama.cpp, none": (f"llama-server {CONTEXT} --rope-scaling none --rope-scale 4", False),
+    "compose": (f"{COMPOSE} command: >\n      -c 131072 {FLAGS} {CONTEXT}\n", True),
+    "compose, quoted": (
+        f"{COMPOSE} ports: {{8000: 8000}}\n    entrypoint: [/bin/sh, -c]\n"
+        f"    command: ['llama-server -c 131072 {FLAGS} {CONTEXT}']\n",
+        True,
+    ),
+    "environment": (
+        f"{COMPOSE} command: -c 131072 --yarn-orig-ctx {TRAINED} {CONTEXT}\n    {SETTINGS}\n",
+        True,
+    ),
 }
 
 

@@ -60,23 +60,11 @@ ALIKE = ("intermediate_size", "activation_sparsity_pattern", "mlp_layer_types", 
 # How the layers of these families differ is not told by a list in their configuration.
 _THETA = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _GEMMA4 = {"global_head_dim": 32}
-_QWEN4 = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 4,
-    "indexer_compress_ratio": 2,
-}
-_DOTS3 = {
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_q_lora_rank": 16,
-    "swa_kv_lora_rank": 16,
-    "swa_head_dim": 32,
-    "swa_qk_nope_head_dim": 16,
-    "swa_v_head_dim": 16,
-    "head_dim": 32,
-}
+_QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_QWEN4 |= {"indexer_budget": 4, "indexer_compress_ratio": 2}
+_DOTS3 = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16}
+_DOTS3 |= {"swa_kv_lora_rank": 16, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16}
+_DOTS3 |= {"swa_v_head_dim": 16, "head_dim": 32}
 PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {

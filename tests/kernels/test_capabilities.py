@@ -105,17 +105,6 @@ def test_a_kernel_serves_what_its_row_says(kernel: Any) -> None:
         torch.testing.assert_close(mine, hand, atol=2e-5, rtol=2e-4, msg=str(case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_types(dtype: torch.dtype) -> None:
-    for kernel in KERNELS:
-        for two in (False, True):
-            inputs = _inputs("plain", "", two, True, dtype)
-            if kernel.why_not(inputs) is None:
-                assert attend(inputs, kernel.name).dtype == dtype
-            else:
-                assert not _features_of(inputs) <= kernel.supported
-
-
 def test_a_second_derivative_is_given_or_refused_in_words() -> None:
     """Never silently 0. The stock operator's own refusal is a RuntimeError."""
     for kernel in KERNELS:

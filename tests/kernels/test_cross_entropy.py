@@ -53,6 +53,10 @@ def test_loss_hits_and_gradients(chunk: None, smoothing: float) -> None:
         without = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
     _assert_close(without.loss, expected.detach())
     _assert_close(without.nll, result.nll)
+    scores = token_scores(hidden, weight, TARGETS)
+    _assert_close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
+    assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
+    assert not scores.loss.requires_grad
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
@@ -60,15 +64,6 @@ def test_a_label_smoothing_that_is_no_share_is_refused(share: float) -> None:
     hidden, weight = tensors((N, D), (V, D))
     with pytest.raises(InputError, match=r"label_smoothing is .*from 0 to 1"):
         linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=share)
-
-
-def test_scores_of_each_token(chunk: None) -> None:
-    hidden, weight = tensors((N, D), (V, D))
-    scores = token_scores(hidden, weight, TARGETS)
-    logits = hidden @ weight.T
-    _assert_close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
-    assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
-    assert not scores.loss.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -109,15 +104,6 @@ def test_one_of_the_two_may_be_fixed(four: None, which: int) -> None:
     (ours,) = torch.autograd.grad(loss, inputs[which])
     expected = F.cross_entropy(inputs[0] @ inputs[1].T, TARGETS)
     _assert_close(ours, torch.autograd.grad(expected, inputs[which])[0])
-
-
-def test_a_tied_head_gathers_both_gradients(four: None) -> None:
-    """The weight is the embedding as well: its gradient arrives by two ways."""
-    (weight,) = tensors((V, D))
-    loss = linear_cross_entropy(weight[TARGETS].tanh(), weight, TARGETS.flip(0)).loss
-    (ours,) = torch.autograd.grad(loss, weight)
-    expected = F.cross_entropy(weight[TARGETS].tanh() @ weight.T, TARGETS.flip(0))
-    _assert_close(ours, torch.autograd.grad(expected, weight)[0])
 
 
 def test_of_equal_logits_the_first_is_the_answer(chunk: None) -> None:

@@ -53,14 +53,3 @@ def test_what_is_dropped_in_the_forward_is_dropped_in_the_backward() -> None:
     (by_v,) = torch.autograd.grad(out, v, weights)
     torch.testing.assert_close((by_v * v).sum(), (out * weights).sum())
     assert not torch.allclose(out, attention(q, k, v, _score()))
-
-
-def test_the_bias_of_fire_depends_on_the_share_alone() -> None:
-    """Past the threshold ψ(i − j)/ψ(i) decides; before it the distance does, whatever i is."""
-    score = _score()
-    q = torch.zeros(1, H, T, D, dtype=torch.float64)
-    k, v = q[:, :G], torch.eye(T, dtype=torch.float64).expand(1, G, T, T)
-    weights = attention(q, k, v, score)[0].log()
-    first = weights[:, 3, 3] - weights[:, 3, 1]
-    torch.testing.assert_close(weights[:, 7, 7] - weights[:, 7, 5], first)
-    assert not torch.allclose(weights[:, 90, 90] - weights[:, 90, 88], first)

@@ -22,7 +22,7 @@ CASES = [
     ("float8 in a layer", "Attention(8, 2)(x.to(e4m3))", "x must be float32, float64"),
     ("complex", "attention(*(x.cfloat() for x in (q, k, v)), 'KNA-NoPE')", "float32, float64"),
     ("float8 mask", "read('KNA', attn_mask=mask.to(e4m3))", "attn_mask must be"),
-    ("odd size", "attention(q[..., :3], k[..., :3], v, 'KNA')", "an even head dimension"),
+    ("odd size", "small(3, 'KNA')", "an even head dimension"),
     ("more queries", "attention(q, k[:, :, 1:], v[:, :, 1:], 'KNA')", "needs q_positions"),
     ("backend", "read('KNA', backend='flash')", "unknown backend 'flash'"),
     ("dropout", "read('KNA', dropout_p=1.0)", "at least 0 and below 1"),
@@ -44,6 +44,25 @@ CASES = [
     ("no batch of a source", "cross().remember(x[0])", "source must be (batch"),
     ("open", "read('KNA-YaRN@8')", "needs factor"),
     ("learned", "read('QKRMSNorm')", "make a Score(spec, heads=…, head_dim=…)"),
+    ("what is learned", "read('QKRMSNorm')", "learns query_norm.weight, key_norm.weight"),
+    ("running", "read('QKBatchNorm(gain=false)', False)", "learns running statistics"),
+    ("no features", "Score('KNA', 2, 0)", "head_dim must be a whole number of at least 1"),
+    ("no key heads", "Score('KNA', 4, 4, 0)", "kv_heads must be a whole number of at least 1"),
+    ("NTK of a pair", "small(2, 'Baseline-NTK(factor=2)')", "NTK needs a head dimension"),
+    ("blocks of a pair", "small(2, 'KNA-DynamicNTK@2')", "NTK needs a head dimension"),
+    ("LongRoPE of a pair", "small(2, 'KNA-LongRoPE(factor=2)@8')", "factors="),
+    ("two factors", "read('KNA-LongRoPE(factor=2,factors=1:2:3)@8')", "each of the 2 pairs"),
+    ("a part of one", "small(1, 'KNA-PartialRoPE')", "even head dimension"),
+    ("XPos of three", "small(3, 'KNA-XPos')", "even head dimension"),
+    ("values of an odd size", "read('KNA-VORoPE', v=v[..., :3])", "even head dimension"),
+    ("own values", "read('KNA-XSA', q=q[:, :, :2], q_positions=at[:2])", "of the last keys"),
+    (
+        "no own value",
+        "read('KNA-XSA', False, k=k[:, :, 1:], v=v[:, :, 1:])",
+        "5 queries and 4 keys",
+    ),
+    ("two outputs", "read('KNA-XSA', return_lse=True)", "own value"),
+    ("a pair of two keys", "Attention(12, 4, score='KNA-DifferentialV2')", "even number of them"),
     ("no head size", "Attention(16, 3)", "does not divide into 3 heads"),
     ("uneven heads", "Attention(16, 4, 3)", "cannot share 3"),
     ("no heads", "Attention(16, 0)", "must be a whole number of at least 1"),
@@ -125,6 +144,9 @@ mask = torch.ones(5, 5, dtype=torch.bool)
 
 def read(score, causal=True, q=q, k=k, v=v, **more):
     return attention(q, k, v, score, causal, **more)
+
+def small(size, score):
+    return attention(q[..., :size], k[..., :size], v, score)
 
 def fox(**places):
     return read('KNA-FoX', forget=logits, **places)

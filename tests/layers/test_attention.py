@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from layers.written_out import rotate
-from normattn import CausalLMConfig
-from normattn.errors import InputError
 from normattn.layers.attention import Attention
 from normattn.layers.gau import GatedAttentionUnit
 
@@ -112,16 +110,3 @@ def test_the_clip_of_separate_projections_scales_the_logits() -> None:
     smaller_q, smaller_k, same_v, same_u = unit.operands(x)
     torch.testing.assert_close(smaller_q @ smaller_k.mT, 0.25 * q @ k.mT)
     torch.testing.assert_close((same_v, same_u), (v, u))
-
-
-def test_settings_that_separate_projections_do_not_have_are_refused() -> None:
-    with pytest.raises(InputError, match="gamma_std"):
-        CausalLMConfig(
-            vocab_size=8,
-            dim=8,
-            layers=1,
-            block="gau",
-            train_length=8,
-            separate_qk=True,
-            gamma_std=1.0,
-        )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from layers.written_out import read_on
 from normattn import Attention, InputError, Score, ScoreSpec, attention
 from normattn.kernels import AttentionMask
 from normattn.score.parts import rope_frequencies
@@ -161,12 +160,6 @@ def test_the_bias_of_t5() -> None:
     assert_agrees(expected, [*leaves, table], score, backends=("auto", "reference"))
 
 
-@pytest.mark.parametrize("parameters", ["buckets=1", "buckets=8,max_distance=4"])
-def test_buckets_without_a_meaning_are_refused(parameters: str) -> None:
-    with pytest.raises(InputError, match=parameters.rsplit(",")[-1].split("=")[0]):
-        ScoreSpec.parse(f"Baseline-T5Bias({parameters})")
-
-
 def _xlnet(text: str = "Baseline-XLNet") -> Score:
     torch.manual_seed(0)
     score = Score(text, H, D).double()
@@ -298,22 +291,6 @@ def test_vo_rope_reads_a_value_by_its_distance(layout: str, causal: bool) -> Non
     expected = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
     score = f"KNA-VORoPE(base=50,layout={layout})"
     assert_agrees(expected, leaves, score, causal, BACKENDS)
-
-
-@torch.no_grad()
-def test_vo_rope_turns_values_of_a_cache_and_of_more_queries_than_keys_alike() -> None:
-    """By tables that are kept, whichever positions a call starts from, and by those made for it."""
-    q, k, v = (x.detach() for x in tensors((B, H, T, D), (B, G, T, D), (B, G, T, E)))
-    score = Score("KNA-VORoPE(base=50)", H, D, G).double()
-    parts = read_on(score, (q, k, v), (0, 3, 4, T))
-    places = torch.arange(T)
-    given = attention(q, k, v, score, q_positions=places, k_positions=places)
-    torch.testing.assert_close(parts, given)
-    torch.testing.assert_close(attention(q, k, v, score), given)
-    few = k[:, :, :4], v[:, :, :4]
-    kept = attention(q, *few, score, False)
-    made = attention(q, *few, score, False, q_positions=places, k_positions=places[:4])
-    torch.testing.assert_close(kept, made)
 
 
 NUMBERS = torch.tensor([[0] * 4 + [1] * (T - 4), [0] * 7 + [1] * (T - 7)])
@@ -462,20 +439,6 @@ def test_half_precision_and_rows_without_keys(name: str) -> None:
     torch.testing.assert_close(low.double(), exact, rtol=0.05, atol=0.05)
 
 
-def test_what_has_no_meaning_is_refused() -> None:
-    q, k, v = tensors((1, 2, 4, D), (1, 2, 4, D), (1, 2, 4, 3))
-    with pytest.raises(InputError, match="even head dimension"):
-        attention(q, k, v, "KNA-VORoPE")
-    with pytest.raises(InputError, match="q_positions must be those of the last keys"):
-        attention(q[:, :, :2], k, v, "KNA-XSA", q_positions=torch.tensor([0, 1]))
-    with pytest.raises(InputError, match="4 queries and 3 keys"):
-        attention(q, k[:, :, :3], v[:, :, :3], "KNA-XSA", False)
-    with pytest.raises(InputError, match="own value"):
-        attention(q, k, v, "KNA-XSA", return_lse=True)
-    with pytest.raises(InputError, match="even number of them, but it has 1"):
-        Attention(12, 4, score="Baseline-DifferentialV2")
-
-
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 2.0])
 @pytest.mark.parametrize("keys", [0, 1, 3, 5000])
 def test_weights_of_entmax_add_up_and_leave_keys_out(alpha: float, keys: int) -> None:
@@ -488,13 +451,3 @@ def test_weights_of_entmax_add_up_and_leave_keys_out(alpha: float, keys: int) ->
     torch.testing.assert_close(weight[0, 0].sum(-1), torch.tensor([whole, 0.0]).double())
     if keys == 5000 and alpha >= 1.5:
         assert (weight[0, 0, 0] == 0).double().mean() > 0.9
-
-
-def test_pairs_without_a_whole_turn_stay() -> None:
-    part: Any = ScoreSpec.parse("Baseline-HoPE@512").position
-    theta = rope_frequencies(64, 10000.0)
-    kept = part.adjusted(theta) != 0
-    assert kept.tolist() == [2 * math.pi / each <= 512 for each in theta.tolist()]
-    # Stretched afterwards, the same pairs turn.
-    slower = part.adjusted(theta / 8)
-    assert torch.equal(slower != 0, kept)

@@ -15,21 +15,10 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.sdpa import sdpa
 
 SPECS = [
-    "KNA",
-    "CosA-logn-YaRN(factor=8)@16",
-    "KNA-ReRoPE(window=4)@16",
-    "KNA-StreamingLLM(window=4)@16",
-    "Baseline-ALiBi",
-    "Baseline-KERPLELog",
-    "Baseline-SoftCap-Sink",
-    "Baseline-SlidingWindow(window=3)",
-    "Baseline-Packed",
-    "KNA-PoPE",
-    "KNA-FoX",
-    "KNA-Chunked(size=4)",
-    "Baseline-Sigmoid@16",
-    "Baseline-CoPE",
-    "KNA-DualChunk@16",
+    *("KNA", "CosA-logn-YaRN(factor=8)@16", "KNA-ReRoPE(window=4)@16", "Baseline-ALiBi"),
+    *("KNA-StreamingLLM(window=4)@16", "Baseline-KERPLELog", "Baseline-SoftCap-Sink"),
+    *("Baseline-SlidingWindow(window=3)", "Baseline-Packed", "KNA-PoPE", "KNA-FoX"),
+    *("KNA-Chunked(size=4)", "Baseline-Sigmoid@16", "Baseline-CoPE", "KNA-DualChunk@16"),
     "Baseline-FIRE@16",
 ]
 

@@ -1,7 +1,4 @@
-"""`Packed`: documents are runs of a number; each reads as if it stood alone, whatever is numbered.
-
-The oracle is attention over each document's real tokens by themselves.
-"""
+"""`Packed`: documents are runs of a number; each reads as if it stood alone, however numbered."""
 
 from __future__ import annotations
 
@@ -12,77 +9,43 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, attention
-from normattn.kernels import BACKENDS
 from normattn.layers import documents_from_lengths, documents_from_positions
+from score import oracle
 from score.cases import tensors
+from score.recipe import Recipe
 
 D = 8
-NUMBERS = {
-    "a number that comes back": ([0, 0, 1, 1, 1, 0, 0, 0, 0], []),
-    "falling numbers": ([3, 3, 1, 1, 2, 2, 1, 1, 1], []),
-    "padding inside a document": ([0, 0, 0, 0, 0, 0, 1, 1, 1], [2, 3]),
-    "padding inside, before and after": ([0, 0, 0, 1, 1, 1, 0, 0, 0], [0, 2, 4, 8]),
-    "padding of another number": ([0, 0, 7, 7, 0, 0, 1, 1, 1], [2, 3]),
-}
-SCORES = ("Baseline", "KNA-logn@4", "Baseline-ALiBi", "Baseline-ReRoPE(window=2)@4")
-BY_NAME = tuple(name for name in BACKENDS if name in ("auto", "chunked", "reference"))
-
-
-def _packed(score: str) -> str:
-    name, at, length = score.partition("@")
-    return f"{name}-Packed{at}{length}"
-
-
-def _runs(numbers: list[int], padded: list[int]) -> list[list[int]]:
-    """The places of each document's real tokens."""
-    runs: list[list[int]] = []
-    before = None
-    for place, number in enumerate(numbers):
-        if place in padded:
-            continue
-        if number != before:
-            runs.append([])
-        runs[-1].append(place)
-        before = number
-    return runs
-
-
-def _alone(
-    score: str, q: Tensor, k: Tensor, v: Tensor, runs: list[list[int]], causal: bool
-) -> Tensor:
-    out = torch.zeros_like(q)
-    for run in runs:
-        a, b, c = (x[:, :, run] for x in (q, k, v))
-        out[:, :, run] = attention(a, b, c, score, causal, backend="reference")
-    return out
-
-
-def _inputs(padded: list[int]) -> tuple[list[Tensor], Tensor]:
-    qkv = [x.detach() for x in tensors((1, 2, 9, D), (1, 1, 9, D), (1, 1, 9, D))]
-    padding = torch.zeros(1, 9, dtype=torch.bool)
-    padding[:, padded] = True
-    return qkv, padding
+# A number that comes back, falling ones, padding inside a document, and before and after it, and
+# padding of another number.
+NUMBERS = [
+    *([0, 0, 1, 1, 1, 0, 0, 0, 0], [3, 3, 1, 1, 2, 2, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1, 1]),
+    *([0, 0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 7, 7, 0, 0, 1, 1, 1]),
+]
+PADDED = [[], [], [2, 3], [0, 2, 4, 8], [2, 3]]
+RECIPES = [
+    Recipe("Baseline", packed=True),
+    Recipe("KNA", "logn", train_length=4, packed=True),
+    Recipe("Baseline", "", "none", bias="ALiBi", packed=True),
+    Recipe("Baseline", method="ReRoPE", window=2, packed=True),
+]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("case", NUMBERS)
-def test_each_document_reads_as_if_alone(case: str, score: str, causal: bool) -> None:
-    if not causal and "ReRoPE" in score:
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.text for recipe in RECIPES])
+def test_each_document_reads_as_if_alone(recipe: Recipe, causal: bool) -> None:
+    if not causal and recipe.needs_causal:
         pytest.skip("two regimes are causal")
-    numbers, padded = NUMBERS[case]
-    (q, k, v), padding = _inputs(padded)
-    documents = torch.tensor([numbers])
-    runs = _runs(numbers, padded)
-    expected = _alone(score, q, k, v, runs, causal)
-    real = [place for run in runs for place in run]
-    name = _packed(score)
-    given = padding if padded else None
-    for backend in BY_NAME:
-        out = attention(
-            q, k, v, name, causal, key_padding=given, documents=documents, backend=backend
-        )
-        torch.testing.assert_close(out[:, :, real], expected[:, :, real])
+    q, k, v = (x.detach() for x in tensors((5, 2, 9, D), (5, 1, 9, D), (5, 1, 9, D)))
+    documents, padding = torch.tensor(NUMBERS), torch.zeros(5, 9, dtype=torch.bool)
+    for row, places in enumerate(PADDED):
+        padding[row, places] = True
+    for given in (padding, None):
+        expected = oracle.attend(recipe, q, k, v, causal=causal, padding=given, documents=documents)
+        real = ~(torch.zeros_like(padding) if given is None else given)[:, None, :, None]
+        for backend in ("auto", "chunked", "reference"):
+            how: Any = {"key_padding": given, "documents": documents, "backend": backend}
+            out = attention(q, k, v, recipe.text, causal, **how)
+            torch.testing.assert_close(out * real, expected * real)
 
 
 def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
@@ -97,7 +60,8 @@ def test_positions_that_begin_anew_are_documents_by_name_only() -> None:
     with pytest.raises(InputError, match="Packed"):
         read("KNA")
     packed = read("KNA-Packed", documents=torch.tensor([[0, 0, 0, 1, 1, 1]]))
-    expected = _alone("KNA", q, k, v, [[0, 1, 2], [3, 4, 5]], True)
+    halves = zip(*(torch.split(x, 3, 2) for x in (q, k, v)), strict=True)
+    expected = torch.cat([attention(*each, "KNA", backend="reference") for each in halves], 2)
     torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-9)
     padding = torch.tensor([[True, True, True, False, False, False]])
     left = read("KNA", key_padding=padding)

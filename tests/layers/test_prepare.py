@@ -12,17 +12,9 @@ from normattn.layers.folded import zero_or_nan
 from score.cases import tensors
 
 SCORES = [
-    "Baseline",
-    "KNA-logn@8",
-    "QKNorm2020@8",
-    "QKRMSNorm-RoPE(layout=interleaved)",
-    "CosA-YaRN(factor=4)-logn+@8",
-    "Baseline-NoPE",
-    "KNA-NoPE-logn@8",
-    "KNA-SSMax(bias=true)@8",
-    "Baseline-PartialRoPE(fraction=0.5)",
-    "QKLayerNorm-XPos",
-    "KNA-Chunked(size=4)",
+    *("Baseline", "KNA-logn@8", "QKNorm2020@8", "QKRMSNorm-RoPE(layout=interleaved)"),
+    *("CosA-YaRN(factor=4)-logn+@8", "Baseline-NoPE", "KNA-NoPE-logn@8", "QKLayerNorm-XPos"),
+    *("KNA-SSMax(bias=true)@8", "Baseline-PartialRoPE(fraction=0.5)", "KNA-Chunked(size=4)"),
     "KNA-SlidingWindow(window=4)",
 ]
 

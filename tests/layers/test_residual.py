@@ -36,18 +36,17 @@ def _rms() -> RMSNorm:
     return RMSNorm(8, gain=False)
 
 
-def test_pre_norm() -> None:
-    torch.testing.assert_close(PreLN(Square(), _rms())(X), X + _norm(X).square())
-
-
-def test_post_norm_and_context_for_the_sublayer() -> None:
-    expected = _norm(X + 3 * X.square())
-    torch.testing.assert_close(PostLN(Square(), _rms())(X, scale=3.0), expected)
-
-
-def test_deep_norm() -> None:
-    expected = _norm(1.7 * X + X.square())
-    torch.testing.assert_close(DeepNorm(Square(), _rms(), alpha=1.7)(X), expected)
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (PreLN(Square(), _rms()), X + 3 * _norm(X).square()),
+        (PostLN(Square(), _rms()), _norm(X + 3 * X.square())),
+        (DeepNorm(Square(), _rms(), alpha=1.7), _norm(1.7 * X + 3 * X.square())),
+    ],
+)
+def test_where_the_norm_stands(layer: nn.Module, expected: Tensor) -> None:
+    """The sub-layer gets what its context names."""
+    torch.testing.assert_close(layer(X, scale=3.0), expected)
 
 
 def test_rezero_starts_as_the_identity_and_learns_to_leave_it() -> None:

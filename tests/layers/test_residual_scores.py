@@ -136,12 +136,8 @@ def test_a_residual_serves_one_shape(name: str) -> None:
         attention(q, k, v, name, residual=above)
 
 
-SHARING = [
-    "Baseline-ValueResidual",
-    "Baseline-ResidualQK",
-    "KNA-logn-ResidualQKV@8",
-    "QKRMSNorm-ResidualQK-Sink",
-]
+SHARING = ["Baseline-ValueResidual", "Baseline-ResidualQK", "KNA-logn-ResidualQKV@8"]
+SHARING += ["QKRMSNorm-ResidualQK-Sink"]
 
 
 class Stack(nn.Module):
@@ -221,11 +217,8 @@ def test_reentrant_checkpoints_are_refused(score: str, backend: str) -> None:
 @pytest.mark.parametrize(
     ("score", "backend"),
     [
-        ("Baseline-ResidualQK", "auto"),
-        ("Baseline-ResidualQKV", "auto"),
-        ("Baseline-ValueResidual", "auto"),
-        ("Baseline-RealFormer", "auto"),
-        ("Baseline-RealFormer", "concatenated"),
+        *((f"Baseline-{name}", "auto") for name in ("ResidualQK", "ResidualQKV", "ValueResidual")),
+        *(("Baseline-RealFormer", backend) for backend in ("auto", "concatenated")),
         ("KNA-RealFormer(running_mean=true)", "reference"),
     ],
 )

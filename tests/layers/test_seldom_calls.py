@@ -65,8 +65,9 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[r.text for r in RECIPES])
-def test_no_query_is_an_empty_result_by_every_kernel(recipe: Recipe) -> None:
-    q, k, v = tensors((2, 2, 0, 4), (2, 1, 7, 4), (2, 1, 7, 4))
+@pytest.mark.parametrize("keys", [0, 7])
+def test_no_query_is_an_empty_result_by_every_kernel(recipe: Recipe, keys: int) -> None:
+    q, k, v = tensors((2, 2, 0, 4), (2, 1, keys, 4), (2, 1, keys, 4))
     score, served = built(recipe, 2, 4, 1), set()
     for backend in BACKENDS:
         try:
@@ -81,13 +82,6 @@ def test_no_query_is_an_empty_result_by_every_kernel(recipe: Recipe) -> None:
         assert k.grad is not None
         assert not k.grad.any()
     assert {"auto", "chunked", "reference"} <= served
-
-
-@pytest.mark.parametrize("name", ["KNA", "KNA-ALiBi", "KNA-DynamicNTK@8", "KNA-Chunked(size=3)"])
-@pytest.mark.parametrize("keys", [0, 5])
-def test_no_query_of_shared_keys_is_an_empty_result(name: str, keys: int) -> None:
-    q, k, v = torch.zeros(2, 4, 0, 8), torch.zeros(2, 2, keys, 8), torch.zeros(2, 2, keys, 6)
-    assert attention(q, k, v, name).shape == (2, 4, 0, 6)
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "strips", "reference"])
@@ -126,18 +120,6 @@ def test_the_default_device_does_not_matter(name: str) -> None:
     with torch.device("meta"):
         out = attention(q, k, v, name)
     torch.testing.assert_close(out, attention(q, k, v, name, backend="reference"))
-
-
-def test_dropout_is_the_same_while_statistics_are_taken() -> None:
-    """⟨∂o/∂v, v⟩ = Σ o·w, as o is linear in v: with other masks backward it would not be."""
-    torch.manual_seed(0)
-    score = Score(ScoreSpec.parse("Baseline-ALiBi"), 8, 16)
-    q, k, v = (torch.randn(1, 8, 1024, 16, requires_grad=True) for _ in range(3))
-    weight = torch.randn(1, 8, 1024, 16)
-    with observing(Collector({score: "attention"})):
-        out = (attention(q, k, v, score, dropout_p=0.3) * weight).sum()
-    (grad,) = torch.autograd.grad(out, v)
-    torch.testing.assert_close((grad * v).sum(), out, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("score", ["Baseline", "KNA-ALiBi", "QKLayerNorm-ReRoPE(window=3)"])

@@ -22,17 +22,8 @@ PAD, BOS, EOS = 0, 1, 2
 
 def _model(words: int = 7, sharp: float = 4.0, **changes: Any) -> Translator:
     """A random model whose predictions are far from even."""
-    values: dict[str, Any] = {
-        "source_vocab": words,
-        "dim": 16,
-        "heads": 2,
-        "layers": 1,
-        "decoder_layers": 2,
-        "train_length": 8,
-        "score": "CosA-logn",
-        "tie_head": False,
-        **changes,
-    }
+    values: dict[str, Any] = {"source_vocab": words, "dim": 16, "heads": 2, "train_length": 8}
+    values |= {"layers": 1, "decoder_layers": 2, "score": "CosA-logn", "tie_head": False, **changes}
     torch.manual_seed(3)
     model = Translator(TranslatorConfig(**values)).double().eval()
     model.head_weight.data *= sharp

@@ -52,23 +52,6 @@ def test_padding_and_neighbours_change_nothing(lengths: list[int], more: int, se
     torch.testing.assert_close(model(wider, hidden), together, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("placement", "score"), [("PreLN", "KNA"), ("DeepNorm", "CosA-logn"), ("ReZeroNoNorm", "KNA")]
-)
-def test_no_gradient_comes_from_padding(placement: str, score: str) -> None:
-    model = make(placement=placement, score=score)
-    model.zero_grad()
-    ids, padding = documents([3, 8])
-    ids[0, 3:] = 29
-    ids[:, :3] = torch.tensor([[1, 2, 3], [1, 2, 3]])
-    ids[1, 3:] = 4
-    model.loss(ids, padding, torch.eye(5).double()[:2]).backward()  # type: ignore[no-untyped-call]
-    assert model.embedding.weight.grad is not None
-    used = model.embedding.weight.grad.abs().sum(1)
-    assert used[29] == 0
-    assert (used[torch.tensor([1, 2, 3, 4])] > 0).all()
-
-
 def test_the_loss_is_binary_cross_entropy_over_texts_and_labels() -> None:
     model, (ids, padding) = make(), documents([4, 2, 6])
     wanted = torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).double()

@@ -34,6 +34,7 @@ def test_the_score_is_resolved_with_the_training_length_and_the_dump_comes_back(
         ({"dropout": 1.0}, "dropout: .* less than 1"),
         ({"init_std": 0.0}, "init_std: .* greater than 0"),
         ({"gamma_std": 1.0}, "gamma_std has no meaning for block 'mha'"),
+        ({"block": "gau", "heads": 1, "separate_qk": True, "gamma_std": 1.0}, "gamma_std"),
         ({"norm_eps": float("nan")}, "norm_eps: "),
         ({"placement": "SandwichLN"}, "placement: .*'PreLN'.*'SandwichLN'"),
         ({"depth": 3}, "depth: there is no such setting"),

@@ -44,13 +44,7 @@ def _expected(model: MaskedLM, x: Tensor, places: Tensor, targets: Tensor) -> tu
 
 @pytest.mark.parametrize(
     ("placement", "shared"),
-    [
-        ("PreLN", False),
-        ("PostLN", True),
-        ("DeepNorm", False),
-        ("FixedScale", False),
-        ("AttnRes", False),
-    ],
+    [("PostLN", True), *((each, False) for each in ("PreLN", "DeepNorm", "FixedScale", "AttnRes"))],
 )
 def test_loss_and_scores_are_those_of_the_logits(placement: str, shared: bool) -> None:
     model = _model(placement=placement, exits=True, shared_layers=shared, tie_head=not shared)

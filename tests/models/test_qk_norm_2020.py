@@ -26,17 +26,9 @@ TARGET = torch.tensor([[1, 6, 3, 12, 2], [1, 9, 2, 0, 0], [1, 5, 16, 2, 0]])
 
 def model(score: str = "QKNorm2020-NoPE") -> Translator:
     torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "source_vocab": WORDS,
-        "dim": DIM,
-        "heads": HEADS,
-        "layers": 2,
-        "decoder_layers": 2,
-        "train_length": LENGTH,
-        "norm": "layer",
-        "feed_forward": "gelu",
-        "score": score,
-    }
+    settings: dict[str, Any] = {"source_vocab": WORDS, "dim": DIM, "heads": HEADS, "score": score}
+    settings |= {"layers": 2, "decoder_layers": 2, "train_length": LENGTH, "norm": "layer"}
+    settings["feed_forward"] = "gelu"
     return Translator(TranslatorConfig(**settings)).double()
 
 

@@ -25,17 +25,9 @@ GROWTHS = (
     *("Temperature", "Temperature(beta=0.7,length=2,shift=1)"),
 )
 PLACES = (
-    ("half", ""),
-    ("interleaved", ""),
-    ("none", ""),
-    ("half", "PI"),
-    ("half", "ABF"),
-    ("half", "NTK"),
-    ("interleaved", "NTKMixed"),
-    ("half", "YaRN"),
-    ("interleaved", "YaRN"),
-    ("half", "ReRoPE"),
-    ("interleaved", "ReRoPE"),
+    *(("half", ""), ("interleaved", ""), ("none", ""), ("half", "PI"), ("half", "ABF")),
+    *(("half", "NTK"), ("interleaved", "NTKMixed"), ("half", "YaRN"), ("interleaved", "YaRN")),
+    *(("half", "ReRoPE"), ("interleaved", "ReRoPE")),
 )
 METHODS = (
     *("PI", "ABF", "NTK", "NTKOld", "NTKMixed", "YaRN", "Llama3", "LongRoPE", "DynamicNTK"),

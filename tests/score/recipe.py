@@ -29,7 +29,7 @@ class Recipe:
     factor: float = 4.0
     window: int = 3
     b: float = 0.625
-    c: float = 4.0
+    c: float = 3.0
     eps: float = 1e-6
     gain: bool = True
     across: str = "head"

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import apart
-from normattn import InputError, Score, attention
+from normattn import Score, attention
 from normattn.kernels import AttentionMask
 from normattn.score import Positions
 from normattn.score.norms import Normalisation
@@ -28,11 +27,7 @@ def norm(kind: Any, heads: int = H, head_dim: int = D, **options: Any) -> nn.Mod
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_l2_gives_a_length_of_1_and_of_zero_zero(dtype: torch.dtype) -> None:
-    (x,) = tensors((B, H, T, D), dtype=dtype)
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
-    y = norm("l2")(x * 7)
-    torch.testing.assert_close(y, F.normalize(x, dim=-1), rtol=tolerance, atol=tolerance)
+def test_l2_makes_zero_of_zero(dtype: torch.dtype) -> None:
     zero = torch.zeros(1, 1, 2, D, dtype=dtype, requires_grad=True)
     y = norm("l2")(zero)
     assert (y == 0).all()
@@ -108,33 +103,6 @@ def test_batch_norm_and_its_running_statistics_are_torchs(padding: Tensor | None
     alone = norm("batch")
     assert (alone(torch.ones(1, H, 1, D)) == 0).all()
     assert alone.running_var.isfinite().all()  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("text", ["QKBatchNorm", "QKInstanceNorm", "KBatchNorm"])
-def test_padding_changes_nothing_and_causal_attention_is_refused(text: str) -> None:
-    q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
-    hidden, results = PADDING[:, None, :, None], []
-    for fill in (0.0, 1e3):
-        score = Score(text, H, D).double()
-        inputs = [torch.where(hidden, fill, x) for x in (q, k, v)]
-        given = inputs[0], inputs[1], inputs[2], score, False
-        out = attention(*given, key_padding=PADDING, query_padding=PADDING)
-        results.append((out.masked_fill(hidden, 0.0), *score.buffers()))
-    torch.testing.assert_close(*results)
-    with pytest.raises(InputError, match=text):
-        attention(q, k, v, Score(text, H, D).double().eval())
-
-
-def test_a_score_that_learns_needs_a_module() -> None:
-    q, k, v = tensors((B, H, T, D), (B, H, T, D), (B, H, T, D))
-    for text, learned in {
-        "QKBatchNorm(gain=false)": "running statistics",
-        "QKRMSNorm": "query_norm.weight, key_norm.weight",
-        "QKNorm2020@8": "scale",
-    }.items():
-        with pytest.raises(InputError, match=learned):
-            attention(q, k, v, text, causal=False)
-    assert attention(q, k, v, "QKInstanceNorm(gain=false)", causal=False).isfinite().all()
 
 
 def test_batch_norm_counts_a_batch_once_where_a_backward_computes_it_again() -> None:

@@ -1,4 +1,4 @@
-"""Normalisers beside softmax and CoPE: limits, order of keys, caches, half precision, memory."""
+"""Normalisers beside softmax and CoPE: first values, order of keys, half precision, NaN."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ B, H, T, D, P = 2, 2, 11, 8, 6
 SHAPES = (B, H, T, D), (B, 1, T, D), (B, 1, T, D)
 
 
-def _weights(q: Tensor, k: Tensor, score: Score | str) -> Tensor:
-    values = torch.eye(T, dtype=q.dtype).expand(q.shape[0], k.shape[1], T, T)
-    return attention(q, k, values, score)
-
-
 def _cope(text: str = f"Baseline-CoPE(positions={P})") -> tuple[Score, Tensor]:
     """The score with random embeddings, and these."""
     score = Score(text, H, D, 1).double()
@@ -26,44 +21,6 @@ def _cope(text: str = f"Baseline-CoPE(positions={P})") -> tuple[Score, Tensor]:
     with torch.no_grad():
         score.bias["e"].copy_(tensors(tuple(score.bias["e"].shape), seed=1)[0])
     return score, score.bias["e"]
-
-
-def test_a_stick_is_never_used_up_and_the_current_token_breaks_first() -> None:
-    q, k, _ = tensors(*SHAPES)
-    weight = _weights(q, k, "Baseline-NoPE-StickBreaking")
-    assert (weight.sum(-1) < 1).all()
-    assert (weight[:, :, 0] == 0).all()
-    assert (weight.diagonal(dim1=-2, dim2=-1) == 0).all()
-    own = _weights(q, k, "Baseline-NoPE-StickBreaking(current=true)").diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(own, ((q * k).sum(-1) / D**0.5).sigmoid())
-
-
-def test_sigmoids_of_nothing_add_up_to_one_at_the_training_length() -> None:
-    q = torch.zeros(1, 1, T, D, dtype=torch.float64)
-    weight = _weights(q, q, f"Baseline-Sigmoid@{T}")
-    torch.testing.assert_close(weight[0, 0, -1].sum(), torch.tensor(T / (T + 1)).double())
-
-
-def test_where_every_gate_is_open_positions_of_cope_are_distances() -> None:
-    """p = i − j + 1 up to P − 1: relative positions, as the paper has it."""
-    q, k, _ = (x.detach() for x in tensors(*SHAPES))
-    q[..., 0], k[..., 0] = 1, 300
-    score, e = _cope()
-    table, bare = q @ e.t() / D**0.5, q @ k.mT / D**0.5
-    i, j = torch.tril_indices(T, T)
-    expected = torch.full_like(bare, -torch.inf)
-    expected[..., i, j] = bare[..., i, j] + table[..., i, (i - j + 1).clamp(max=P - 1)]
-    torch.testing.assert_close(_weights(q, k, score), expected.softmax(-1))
-
-
-def test_half_open_gates_of_cope_count_halves_of_what_is_seen() -> None:
-    """All scores 0: gates of ½; keys that a window hides are not counted."""
-    q, k, _ = (x.detach() for x in tensors(*SHAPES))
-    score, e = _cope(f"Baseline-CoPE(positions={P})-SlidingWindow(window=4)")
-    table = (q @ e.t() / D**0.5)[..., 9, :]
-    row = [table[..., :2].mean(-1), table[..., 1], table[..., 1:3].mean(-1), table[..., 2]]
-    expected = torch.stack(row[::-1], -1).softmax(-1)
-    torch.testing.assert_close(_weights(q, 0 * k, score)[..., 9, 6:10], expected)
 
 
 def test_embeddings_of_cope_start_at_nothing_and_learn() -> None:

@@ -147,6 +147,7 @@ OUT_OF_RANGE = (
     "YaRN(beta_fast=inf) YaRN(beta_slow=0) YaRN(beta_fast=0.5) YaRN(sharpness=-1) "
     "Llama3(high=1) Llama3(low=0) LongRoPE(factors=1:0) LongRoPE(factors=1:x) "
     "ClippedRoPE(clip=-1) DynamicNTK(factor=0) ReRoPE(window=0) ReRoPE(window=2.5) "
+    "T5Bias(buckets=1) T5Bias(max_distance=4) "
     "LeakyReRoPE(s=0.5) LeakyReRoPE(window=0) SelfExtend(group=0) SelfExtend(window=0) "
     "StreamingLLM(sinks=-1) StreamingLLM(window=0) DualChunk(size=0) DualChunk(local=0) "
     "FIRE(threshold=0) FIRE(width=0) CoPE(positions=1) SoftCap(cap=0) Sigmoid(tokens=0) "
@@ -391,18 +392,3 @@ def test_a_layout_is_trained_in_and_a_method_reaches_its_layers() -> None:
         assert (score.spec.remapping is None) == (layer == 1)
     with pytest.raises(InputError, match="differs from layer to layer"):
         Score(spec, 2, 8)
-
-
-@pytest.mark.parametrize(
-    ("heads", "d", "kv_heads", "reason"),
-    [
-        (0, 4, None, "heads must be a whole number of at least 1, but it is 0"),
-        (2, 0, None, "head_dim must be a whole number of at least 1, but it is 0"),
-        (4, 4, 3, "4 query heads cannot share 3"),
-        (4, 4, 0, "kv_heads must be a whole number of at least 1, but it is 0"),
-    ],
-)
-def test_sizes_that_cannot_be(heads: int, d: int, kv_heads: int | None, reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
-        Score("Baseline", heads, d, kv_heads)
-    assert Score("KNA-PartialRoPE", 1, 5).head_dim == 5
