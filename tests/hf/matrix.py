@@ -57,13 +57,16 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def stepwise(model: Any, ids: Tensor) -> Tensor:
-    """Those of a prefill, a longer step and single tokens."""
-    cache: dict[str, Any] = {}
+def stepwise(
+    model: Any, ids: Tensor, steps: Iterable[int] = STEPS, cache: Any = None, **masks: Tensor
+) -> Tensor:
+    """Those of a prefill, a longer step and single tokens; `masks` are of all tokens."""
+    given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     found, at = [], 0
-    for step in STEPS:
-        out = model(input_ids=ids[:, at : at + step], use_cache=True, **cache)
-        cache, at = {"past_key_values": out.past_key_values}, at + step
+    for step in steps:
+        given |= {name: mask[:, : at + step] for name, mask in masks.items()}
+        out = model(input_ids=ids[:, at : at + step], use_cache=True, **given)
+        given["past_key_values"], at = out.past_key_values, at + step
         found.append(out.logits)
     return torch.cat(found, 1)
 

@@ -46,12 +46,8 @@ def llama(
         for head in range(heads):
             group = head * groups // heads
             for i in range(count):
-                scores = torch.stack(
-                    [
-                        _turned(q[i, head], relative(i, j) * theta) @ k[j, group]
-                        for j in range(i + 1)
-                    ]
-                )
+                turned = (_turned(q[i, head], relative(i, j) * theta) for j in range(i + 1))
+                scores = torch.stack([x @ k[j, group] for j, x in enumerate(turned)])
                 weights = (scores * factor(i + 1) / math.sqrt(size)).softmax(0)
                 out[i, head] = weights @ v[: i + 1, group]
         x = x + out.flatten(1) @ state[name + "self_attn.o_proj.weight"].T

@@ -17,6 +17,7 @@ import normattn
 from thorough import half_of
 
 from .families import LENGTH, build, logits, model_of, tokens
+from .matrix import stepwise
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
 # One for each way in: attention of our own with keys unrotated, rotated, and by blocks of rows.
@@ -31,16 +32,8 @@ FAMILIES = ("Llama", "Gemma2", "Gemma3", "SmolLM3", "Cohere", "Glm4", "GptOss")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def stepwise(model: Any, ids: Tensor, cache: Any = None, **more: Any) -> Tensor:
-    """Logits of a prefill, a longer step and single tokens."""
-    found, at = [], 0
-    for step in (5, 7, *([1] * (ids.shape[1] - 12))):
-        reading = {name: value[:, : at + step] for name, value in more.items()}
-        with torch.no_grad():
-            out = model(ids[:, at : at + step], past_key_values=cache, use_cache=True, **reading)
-        cache, at = out.past_key_values, at + step
-        found.append(out.logits)
-    return torch.cat(found, 1)
+def _steps(ids: Tensor) -> list[int]:
+    return [5, 7, *[1] * (ids.shape[1] - 12)]
 
 
 @pytest.mark.parametrize(("family", "how"), half_of(FAMILIES, METHODS))
@@ -51,7 +44,7 @@ def test_a_static_cache_agrees_with_one_forward(
     with normattn.extend(model, method, **values):
         whole = logits(model, ids)
         fixed = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 3)
-        torch.testing.assert_close(stepwise(model, ids, fixed), whole, **CLOSE)
+        torch.testing.assert_close(stepwise(model, ids, _steps(ids), fixed), whole, **CLOSE)
 
 
 @every_family
@@ -63,7 +56,7 @@ def test_a_ragged_batch_reads_each_row_alone(family: str) -> None:
     for method, values in METHODS[:2]:
         with normattn.extend(model, method, **values):
             whole = logits(model, ids, attention_mask=mask)
-            cached = stepwise(model, ids, attention_mask=mask)
+            cached = stepwise(model, ids, _steps(ids), attention_mask=mask)
             for row, start in enumerate((0, 5, 11)):
                 alone = logits(model, ids[row : row + 1, start:])[0]
                 torch.testing.assert_close(whole[row, start:], alone, **CLOSE)

@@ -51,7 +51,7 @@ CASES = [
     ("NTK of a pair", "small(2, 'Baseline-NTK(factor=2)')", "NTK needs a head dimension"),
     ("blocks of a pair", "small(2, 'KNA-DynamicNTK@2')", "NTK needs a head dimension"),
     ("LongRoPE of a pair", "small(2, 'KNA-LongRoPE(factor=2)@8')", "factors="),
-    ("two factors", "read('KNA-LongRoPE(factor=2,factors=1:2:3)@8')", "each of the 2 pairs"),
+    ("three factors", "read('KNA-LongRoPE(factor=2,factors=1:2:3)@8')", "each of the 2 pairs"),
     ("a part of one", "small(1, 'KNA-PartialRoPE')", "even head dimension"),
     ("XPos of three", "small(3, 'KNA-XPos')", "even head dimension"),
     ("values of an odd size", "read('KNA-VORoPE', v=v[..., :3])", "even head dimension"),

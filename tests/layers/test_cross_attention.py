@@ -44,18 +44,11 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
     padding = _padding([6, 4])
     query_padding = torch.tensor([[False, False, True], [False] * 3])
     here, there = torch.tensor([4, 5, 9]), torch.arange(6)
-    placed = score in PLACED
     q = layer.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
     k, v = layer.kv(source).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, 1)
-    o = attention(
-        *(q, k, v, layer.score),
-        causal=False,
-        key_padding=padding,
-        query_padding=query_padding,
-        q_positions=here if placed else None,
-        k_positions=there if placed else None,
-        backend="reference",
-    )
+    at = (here, there) if score in PLACED else (None, None)
+    given = False, None, padding, query_padding, *at
+    o = attention(q, k, v, layer.score, *given, backend="reference")
     expected = layer.out(o.transpose(1, 2).flatten(2))
     memory = layer.remember(source, padding, there)
     ours = layer(x, memory, positions=here, query_padding=query_padding)

@@ -35,15 +35,8 @@ def _read(
     outs = []
     for begin, end, causal in PIECES:
         q, k, v = (x[:, :, begin:end] for x in qkv)
-        outs.append(
-            attention(
-                *(q, k, v, score),
-                cache=cache,
-                key_padding=None if padding is None else padding[:, :end],
-                attn_mask=mask[..., begin:end, :end],
-                causal=causal,
-            )
-        )
+        seen, padded = mask[..., begin:end, :end], None if padding is None else padding[:, :end]
+        outs.append(attention(q, k, v, score, causal, seen, padded, cache=cache))
     return torch.cat(outs, 2)
 
 

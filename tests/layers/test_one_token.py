@@ -42,6 +42,21 @@ def test_small_and_vanishing_keys(score: str) -> None:
 
 
 @torch.no_grad()
+def test_another_number_of_rows() -> None:
+    """Rows that a beam search drops are gone from the next step too."""
+    module, cache = Score("KNA", H, D, G).double().eval(), KeyValueCache()
+    q, k, v = _tensors(3, 5)
+    read_on(module, (q, k, v), range(5), cache)
+    rows = torch.tensor([2, 0])
+    cache.reorder(rows)
+    out = attention(q[rows, :, 4:], k[rows, :, 4:], v[rows, :, 4:], module, cache=cache)
+    whole = attention(q[rows], k[rows], v[rows], module)
+    torch.testing.assert_close(out, whole[:, :, 4:], rtol=1e-9, atol=1e-9)
+    with pytest.raises(InputError, match="2 rows"):
+        attention(q[:, :, 4:], k[:, :, 4:], v[:, :, 4:], module, cache=cache)
+
+
+@torch.no_grad()
 def test_autocast_that_begins_later_changes_nothing() -> None:
     """The tensors' own type decides, whatever was prepared before."""
     module, cache = Score("KNA", H, D, G).eval(), KeyValueCache()

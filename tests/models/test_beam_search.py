@@ -82,14 +82,8 @@ def _by_hand(
 def test_it_is_a_search_by_hand_of_each_source_alone(
     beam: int, penalty: float, limit: int, rows: list[int], batch: int
 ) -> None:
-    found = beam_search(
-        MODEL,
-        [SOURCES[row] for row in rows],
-        beam=beam,
-        length_penalty=penalty,
-        max_length=limit,
-        batch=batch,
-    )
+    how: dict[str, Any] = {"length_penalty": penalty, "max_length": limit, "batch": batch}
+    found = beam_search(MODEL, [SOURCES[row] for row in rows], beam=beam, **how)
     for row, ours in zip(rows, found, strict=True):
         hand = _by_hand(MODEL, SOURCES[row], beam, penalty, limit)
         assert ours[0].tokens == hand[0][0]
