@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
     here, there = torch.tensor([4, 5, 9]), torch.arange(6)
     q = layer.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
     k, v = layer.kv(source).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, 1)
-    at = (here, there) if score in PLACED else (None, None)
-    given = False, None, padding, query_padding, *at
-    o = attention(q, k, v, layer.score, *given, backend="reference")
+    given: dict[str, Any] = {"key_padding": padding, "query_padding": query_padding}
+    given |= {"q_positions": here, "k_positions": there} if score in PLACED else {}
+    o = attention(q, k, v, layer.score, False, backend="reference", **given)
     expected = layer.out(o.transpose(1, 2).flatten(2))
     memory = layer.remember(source, padding, there)
     ours = layer(x, memory, positions=here, query_padding=query_padding)
