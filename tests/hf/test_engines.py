@@ -120,22 +120,20 @@ def test_every_engine_computes_what_the_method_means(method: str) -> None:
     hf = json.loads(emit(deployment, "hf"))
     assert hf["max_position_embeddings"] == LONGEST
     _assert_same(_vllm(hf["rope_parameters"]), meant)
-    served = _options(emit(deployment, "vllm"))
-    given = json.loads(served["--hf-overrides"])
-    _assert_same(_vllm(given["rope_parameters"]), meant)
-    assert served["--max-model-len"] == str(LONGEST)
-    # vLLM multiplies the length by linear's factor, but not by yarn's.
-    multiplied = given["rope_parameters"]["rope_type"] == "linear"
-    assert given.get("max_position_embeddings") == (None if multiplied else LONGEST)
-    served = _options(emit(deployment, "sglang"))
-    given = json.loads(served["--json-model-override-args"])
-    rope = given["rope_parameters"]
-    if "attn_factor" in rope:  # SGLang's multiple of 0.1·ln s + 1
-        rope["attention_factor"] = rope.pop("attn_factor") * (0.1 * math.log(FACTOR) + 1)
-    _assert_same(_vllm(rope), meant)
-    linear = given["rope_parameters"]["rope_type"] == "linear"
-    assert given.get("max_position_embeddings") == (None if linear else LONGEST)
-    assert served["--context-length"] == str(LONGEST)
+    for engine, overrides, length in (
+        ("vllm", "--hf-overrides", "--max-model-len"),
+        ("sglang", "--json-model-override-args", "--context-length"),
+    ):
+        served = _options(emit(deployment, engine))
+        given = json.loads(served[overrides])
+        rope = given["rope_parameters"]
+        if engine == "sglang" and "attn_factor" in rope:  # a multiple of 0.1·ln s + 1
+            rope["attention_factor"] = rope.pop("attn_factor") * (0.1 * math.log(FACTOR) + 1)
+        _assert_same(_vllm(rope), meant)
+        # Both multiply the length by linear's factor, but not by yarn's.
+        multiplied = rope["rope_type"] == "linear"
+        assert given.get("max_position_embeddings") == (None if multiplied else LONGEST)
+        assert served[length] == str(LONGEST)
     served = _options(emit(deployment, "llama.cpp"))
     _assert_same(_llama_cpp(served), meant)
     assert served["-m"] == "my model.gguf"
