@@ -100,14 +100,6 @@ def test_the_cache_is_cut_and_reordered() -> None:
     assert not cache.is_initialized
 
 
-def test_a_method_is_used_by_generate() -> None:
-    model = model_of(SCORES[0])
-    with model.using("ReRoPE", window=4):
-        found = wrapped_of(SCORES[0]).generate(PROMPTS, **HOW)
-        ours = model.generate(PROMPTS.tolist(), 9)
-    assert found[:, 7:].tolist() == [list(answer.tokens) for answer in ours]
-
-
 def test_what_is_refused() -> None:
     wrapped = wrapped_of(SCORES[0])
     with pytest.raises(InputError, match="cache_implementation='static' cannot"):

@@ -194,9 +194,13 @@ def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     exact, mask = in_float64(inputs), inputs.mask
     if mask.attn_mask is not None:
         exact = replace(exact, mask=replace(mask, attn_mask=mask.attn_mask.double()))
-    found = run_kernel(inputs, statistics=True).statistics
-    expected = run_kernel(exact, statistics=True).statistics
+    output, truth = (run_kernel(x, lse=True, statistics=True) for x in (inputs, exact))
+    found, expected = output.statistics, truth.statistics
     error = 1e-5 if dtype == torch.float32 else 0.05
+    assert output.lse is not None
+    assert truth.lse is not None
+    assert output.lse.dtype == torch.float32
+    torch.testing.assert_close(output.lse.double(), truth.lse, rtol=1e-5, atol=1e-5)
     for name in ("entropy", "largest", "lse", "first"):
         ours, best = getattr(found, name), getattr(expected, name)
         assert ours.dtype == torch.float32

@@ -21,7 +21,7 @@ SCORES = [
     *("QKInstanceNorm-NoPE", "QKNorm2020-NoPE", "Baseline-NoPE-SoftCap(cap=2)", "KNA-NoPE-Sink"),
 ]
 PLACED = ["Baseline", "KNA-logn", "Baseline-XPos", "CosA-YaRN(factor=4)", "Baseline-ALiBi"]
-PLACED += ["Baseline-Chunked(size=4)"]
+PLACED += ["Baseline-NoPE-Chunked(size=4)"]
 
 
 def _layer(score: str, kv_heads: int = 2) -> CrossAttention:

@@ -97,7 +97,8 @@ def methods(method: str) -> Iterator[Recipe]:
 def additions() -> Iterator[Recipe]:
     """What stands beside the product, alone, with variants, and all at once."""
     for bias in BIASES:
-        yield Recipe("Baseline", "", "none", bias=bias)
+        # FIRE's threshold, a quarter of the length, lies within the tokens.
+        yield Recipe("Baseline", "", "none", bias=bias, train_length=16)
         yield Recipe("KNA", "logn", "none", bias=bias, sink=True)
         yield Recipe("QKRMSNorm", "logn+", "interleaved", "ReRoPE", bias=bias, cap=1.5)
         yield Recipe("QNA", "", "half", "DynamicNTK", bias=bias, near=None, train_length=4)
@@ -119,7 +120,8 @@ def additions() -> Iterator[Recipe]:
         yield Recipe("QKRMSNorm", growth, rotate_first=True, method="DynamicNTK", train_length=4)
     yield Recipe("Baseline", "YaRNTemperature", "half", "DualChunk", beyond=1)
     for shape in SHAPES:
-        yield Recipe("Baseline", "", "half", shape=shape)
+        # Of HoPE's pairs two turn in 12 tokens, and one does by half.
+        yield Recipe("Baseline", "", "half", shape=shape, base=10.0, train_length=12)
         yield Recipe("QKLayerNorm", "logn", "interleaved", shape=shape, fraction=1.0)
         yield Recipe("QBatchNorm", "", "half", shape=shape)
     for position, fraction in (("half", 0.75), ("interleaved", 0.5), ("half", 1.0)):
