@@ -70,6 +70,19 @@ def test_no_future_token_leaks(which: tuple[str, str], length: int, cut: float, 
     assert difference < 1e-9
 
 
+@pytest.mark.parametrize("which", [("gau", "DeepNorm"), ("mha", "PostLN"), ("mha", "PreLN")])
+@pytest.mark.parametrize("method", ["", "YaRN", "logn+"])
+def test_left_padding_changes_nothing(which: tuple[str, str], method: str) -> None:
+    model, ids = MODELS[which], _ids(2, 24)
+    parameters = {"factor": 4} if method == "YaRN" else {}
+    padding = torch.zeros(2, 24, dtype=torch.bool)
+    padding[1, :5] = True
+    with torch.no_grad(), model.using(method, **parameters):
+        padded = model(ids, key_padding=padding)
+        torch.testing.assert_close(padded[:1], model(ids[:1]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(padded[1:, 5:], model(ids[1:, 5:]), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_scores_are_those_of_the_logits(tied: bool) -> None:
     model = _model(**BLOCKS["mha"], tie_head=tied)
