@@ -74,7 +74,7 @@ def _model(text: str, block: str) -> CausalLM:
 
 @torch.no_grad()
 def reads_on(text: str, block: str, room: int | None) -> None:
-    """With a cache that grows, or with one of a fixed size."""
+    """With a cache that grows, or with one of a fixed size, then with prefill."""
     model, pads = _model(text, block), (0, 2, 6)
     ids = torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     padding = torch.arange(LENGTH) < torch.tensor(pads)[:, None]
@@ -84,6 +84,9 @@ def reads_on(text: str, block: str, room: int | None) -> None:
     read = torch.cat([model(part, pad, cache=cache) for part, pad in parts], 1)
     for row, count in enumerate(pads):
         torch.testing.assert_close(read[row, None, count:], alone[row], rtol=0, atol=1e-10)
+    # Without padding positions are regular, which has tables of its own.
+    last, _ = model.prefill(ids[:1], chunk=5)
+    torch.testing.assert_close(last, alone[0][:, -1], rtol=0, atol=1e-10)
 
 
 def main(block: str, every: bool) -> int:
