@@ -2,6 +2,7 @@
 
     python tests/golden/record.py                    everything, about ten minutes of one core
     python tests/golden/record.py scores families    these parts alone
+    python tests/golden/record.py scores KNA-Sink    with one score more
 
 Four parts, one file each in this folder:
 
@@ -22,7 +23,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -40,67 +41,6 @@ from studies.conftest import COMMAND  # noqa: E402
 
 VOCABULARY, LENGTH, TRAIN_LENGTH, SHOWN = 11, 20, 8, 3
 
-VARIANTS = (
-    *("Baseline", "QNA", "KNA", "CosA", "QKNorm2020", "QKLayerNorm", "QLayerNorm", "KLayerNorm"),
-    *("QKRMSNorm", "QRMSNorm", "KRMSNorm", "QKLayerNorm(gain=true,across=all)", "NGPT"),
-    *("QKDyT", "QKDerf"),
-)
-GROWTHS = (
-    "logn",
-    "logn+",
-    "SqrtLogN",
-    "SSMax",
-    "SSMax(bias=true)",
-    "Temperature",
-    "YaRNTemperature",
-    "ASScale",
-)
-POSITIONS = ("NoPE", "PartialRoPE(fraction=0.5)", "PRoPE(fraction=0.5)", "HoPE", "PoPE", "XPos")
-SCALINGS = (
-    *("PI(factor=4)", "ABF(base=1e6)", "NTK(factor=4)", "NTKOld(factor=4)"),
-    *("NTKMixed(factor=4)", "YaRN(factor=4)", "Llama3(factor=4)", "DynamicNTK", "ClippedRoPE"),
-    *(
-        "DroPE",
-        "ReRoPE",
-        "LeakyReRoPE(s=2)",
-        "SelfExtend(group=2)",
-        "DualChunk",
-        "StreamingLLM(sinks=2)",
-    ),
-)
-BIASES = (
-    "ALiBi",
-    "KERPLELog",
-    "KERPLEPower",
-    "T5Bias",
-    "FIRE",
-    "CoPE(positions=4)",
-    "FoX",
-    "XLNet",
-    "ScaleInvariant",
-    "NEZHA(clip=3)",
-)
-OTHERS = (
-    *("SoftCap(cap=1.5)", "Sink", "SlidingWindow(window=5)", "Chunked(size=6)"),
-    *("Gate", "DifferentialV2", "Differential", "Entmax", "Sigmoid", "StickBreaking"),
-    "Selective",
-    *("RealFormer", "ResidualQK", "ResidualQKV", "ValueResidual", "XSA", "VORoPE"),
-    *("HWFA(window=4)", "NoPEEvery", "FullEvery", "IRoPE"),
-)
-COMPOSED = (
-    *("CosA-logn-YaRN(factor=4)", "KNA-logn-ReRoPE(window=3)", "KNA-logn-ALiBi-Sink"),
-    *("QKRMSNorm-SSMax-SlidingWindow(window=6)", "QNA-YaRN(factor=2)-logn+-SoftCap(cap=2.0)"),
-    *("KNA-logn-RealFormer", "QKLayerNorm-RealFormer-ALiBi", "CosA-logn-ResidualQK"),
-    *(
-        "QKRMSNorm-RotateFirst-DynamicNTK",
-        "QKLayerNorm-RotateFirst",
-        "KNA-SelfExtend(group=3)-logn+-Sink",
-        "QKRMSNorm-IRoPE",
-    ),
-    "Baseline-DualChunk(beyond=1)-YaRNTemperature",
-    *("NGPT-RotateFirst", "Baseline-ASScale-Entmax"),
-    *("QKNorm2020-KERPLELog", "KNA-logn-Selective", "QKRMSNorm-Sigmoid", "KNA-logn-Gate"),
-)
 STACKS: dict[str, dict[str, Any]] = {
     "placement AttnRes": {"placement": "AttnRes"},
     "placement AttnRes, residual_block 3": {"placement": "AttnRes", "residual_block": 3},
@@ -109,18 +49,11 @@ STACKS: dict[str, dict[str, Any]] = {
     "norm derf": {"norm": "derf"},
 }
 """Norms and residual connections around Baseline: settings of the model."""
-NOT_CAUSAL = ("QKBatchNorm", "QBatchNorm", "KBatchNorm", "QKInstanceNorm", "KNA-logn", "CosA")
 
 
-def score_names() -> Iterator[str]:
-    """The scores of the record, each once."""
-    yield from VARIANTS
-    for variant in ("Baseline", "KNA", "CosA"):
-        yield from (f"{variant}-{growth}" for growth in GROWTHS)
-    for variant in ("Baseline", "KNA"):
-        yield from (f"{variant}-{part}" for part in (*POSITIONS, *SCALINGS, *BIASES, *OTHERS))
-    yield from COMPOSED
-    yield from STACKS
+def recorded(name: str) -> Any:
+    """A part of the record."""
+    return json.loads((HERE / f"{name}.json").read_text("utf-8"))
 
 
 def scored_model(score: str) -> Any:
@@ -192,10 +125,11 @@ def encoder_logits(score: str) -> Tensor:
     return out[0, :-6, :SHOWN]
 
 
-def record_scores() -> dict[str, Any]:
-    """Every score's logits."""
-    causal = {name: rounded(full_logits(scored_model(name)), 12) for name in score_names()}
-    encoder = {name: rounded(encoder_logits(name), 12) for name in NOT_CAUSAL}
+def record_scores(*more: str) -> dict[str, Any]:
+    """The logits of every score of the record, and of `more`."""
+    kept = recorded("scores")
+    causal = {n: rounded(full_logits(scored_model(n)), 12) for n in (*kept["causal"], *more)}
+    encoder = {name: rounded(encoder_logits(name), 12) for name in kept["encoder"]}
     return {"causal": causal, "encoder": encoder}
 
 
@@ -447,7 +381,7 @@ def record_studies() -> dict[str, Any]:
     return {"python": sys.version.split()[0], "tables": tables}
 
 
-PARTS = {
+PARTS: dict[str, Callable[..., Any]] = {
     "scores": record_scores,
     "families": record_families,
     "losses": record_losses,
@@ -458,8 +392,10 @@ PARTS = {
 def main(asked: list[str]) -> None:
     """Write the parts that are asked for, or all."""
     torch.set_num_threads(1)
-    for name in asked or PARTS:
-        text = json.dumps(PARTS[name](), separators=(",", ":"))
+    scores = [word for word in asked if word not in PARTS]
+    for name in [word for word in asked if word in PARTS] or PARTS:
+        made = PARTS[name](*scores if name == "scores" else ())
+        text = json.dumps(made, separators=(",", ":"))
         (HERE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
