@@ -55,7 +55,6 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -67,15 +66,12 @@ class Program:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
         return self._process.exitcode is not None
 
     def printed(self) -> str:
-        """What it has said on stdout so far."""
         return self._so_far("out")
 
     def complained(self) -> str:
-        """What it has said on stderr so far."""
         return self._so_far("err")
 
     def _so_far(self, name: str) -> str:
@@ -100,7 +96,6 @@ class Program:
 
 
 def run(text: str, *arguments: object, told: str = "") -> Ended:
-    """Run the text of a program to its end."""
     return Program(text, *arguments, told=told).end()
 
 

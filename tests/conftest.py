@@ -30,7 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def thorough(request: pytest.FixtureRequest) -> bool:
-    """Whether `--thorough` was given."""
     return bool(request.config.getoption("--thorough"))
 
 

@@ -67,13 +67,11 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports without charts."""
     undraw(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a few texts."""
     return studies.write_texts(tmp_path_factory.mktemp("corpus"))
 
 

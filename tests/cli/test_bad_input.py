@@ -206,11 +206,7 @@ def full(handle: int) -> None:
 
 
 def test_no_space_left_for_a_run(
-    command: Command,
-    tiny: Path,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens are there since `trained`: the first file is the run's own."""
     arguments = ("train", "--preset", tiny, "--score", "QNA", "--out", tmp_path / "run")

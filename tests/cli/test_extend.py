@@ -57,7 +57,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of 3,000 letters."""
     path = tmp_path_factory.mktemp("texts") / "text.txt"
     words = [f"word{(i * i) % 97}" for i in range(600)]
     path.write_text(" ".join(words)[:3000])
@@ -86,7 +85,6 @@ def _save(folder: Path, **changed: Any) -> None:
 
 
 def _value(out: Path, asked: str, table: str, column: str) -> float:
-    """A number of a page's table."""
     stored = json.loads((out / "table.json").read_text())["tables"]
     found = [line[column] for line in stored[table] if line["row"] == asked]
     assert len(found) == 1, (asked, table, column)
@@ -270,10 +268,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
 def test_lengths_and_methods_as_typed() -> None:
     assert token_counts("16k, 8k,12000", "--lengths") == (8192, 12000, 16384)
     named = method_names("LeakyReRoPE(s=4,window=8),YaRN-logn+", "--methods")
-    assert expand_methods(named) == (
-        *("unmodified", "LeakyReRoPE(s=4,window=8)"),
-        "YaRN-logn+",
-    )
+    assert expand_methods(named) == (*("unmodified", "LeakyReRoPE(s=4,window=8)"), "YaRN-logn+")
     assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(expand_methods(["all"]))
 
 

@@ -1,9 +1,10 @@
-"""What the operating system or another library refuses, as the user sees it."""
+"""What the operating system or a library refuses, in a sentence; and what commands import."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -126,3 +127,41 @@ def test_a_warning_is_a_sentence_and_bars_of_libraries_are_for_terminals(
     assert ("TQDM_DISABLE" in os.environ) is not terminal
     said = warnings.formatwarning("the cache is damaged", UserWarning, __file__, 1)
     assert said == "warning: the cache is damaged\n"
+
+
+SLOW = {"matplotlib", "sympy", "transformers", "torch._dynamo", "torch._inductor", "triton"}
+"""What takes a second or more to import, and what no listing, help or protocol needs."""
+PROGRAM = """
+import json, sys
+from normattn.cli.app import main
+
+def held():
+    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+
+for words in (["--help"], ["train", "--help"], ["list"]):
+    try: main(words)
+    except SystemExit as ended: assert ended.code == 0
+    if words[0] != "--help": held()
+import normattn.lab.evaluation.language_model, normattn.lab.training, normattn.lab.sweep.runner
+held()
+import normattn.cli.export, normattn.lab.report.output
+held()
+"""
+
+
+def test_a_command_waits_for_no_library_that_it_does_not_need() -> None:
+    """A fresh interpreter: after help, a listing, and with protocols, training and reports."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    held = [set(json.loads(line)) for line in done.stderr.splitlines()[-4:]]
+    help_, listing, protocols, reports = held
+    assert "normattn.cli.options" in help_
+    assert not help_ & {"torch", "numpy", *SLOW}
+    assert "normattn.score.parts" in listing
+    more = {"normattn.layers.explain", "normattn.models", "normattn.lab.training"}
+    assert not listing & {*more, *SLOW}
+    # What is trained and measured draws nothing and compiles nothing.
+    assert {"normattn.lab.evaluation.language_model", "normattn.lab.training.step"} <= protocols
+    assert not protocols & {*SLOW, "scipy"}
+    assert "normattn.lab.report.output" in reports
+    assert not reports & {"altair", "vl_convert"}

@@ -37,7 +37,6 @@ _READ = ("loss", "accuracy", "accuracy_seen")
 
 
 def copied(trained: Path, place: Path, *frames: pl.DataFrame, **settings: Any) -> Path:
-    """The trained run with other settings and records."""
     shutil.copytree(trained, place, ignore=shutil.ignore_patterns("evaluations", "model"))
     whole = read_object(place / "config.json")
     for name, value in settings.items():
@@ -143,7 +142,6 @@ def test_what_is_left_out_is_told(command: Command, trained: Path, tmp_path: Pat
 
 
 def test_rows_read_to_other_lengths_by_position() -> None:
-    """A row has the octaves that it was read through."""
     rows = [
         read(row=name, score=name, protocol="by_position", length=end, end=end)
         for name, end in (("short", 16), ("long", 64))

@@ -36,7 +36,6 @@ def make_images(count: int) -> ImageSplit:
 
 
 def token_data(texts: Sequence[str], tokeniser: Tokeniser) -> TokenData:
-    """Every split holds these texts, named by their numbers."""
     rows = [[*tokeniser.encode(text), 0] for text in texts]
     offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
     tokens = np.concatenate([np.array(row, dtype=np.uint16) for row in rows])
@@ -86,7 +85,6 @@ def sentences(count: int, longest: int = 9, seed: int = 0) -> list[tuple[str, st
 def write_lines(
     folder: Path, pairs: list[tuple[str, str]], name: str = "train"
 ) -> tuple[Path, Path]:
-    """The pairs as two aligned files, `NAME.en` and `NAME.de`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / f"{name}.en", folder / f"{name}.de"
     for side, path in enumerate(paths):
@@ -95,7 +93,6 @@ def write_lines(
 
 
 def multi_layout(folder: Path, train: int = 60, held_out: int = 8) -> Path:
-    """A folder of train, val and test files."""
     write_lines(folder, sentences(train, seed=1))
     write_lines(folder, sentences(held_out, seed=2), "val")
     write_lines(folder, sentences(held_out, seed=3), "test_small")

@@ -127,7 +127,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Any, commit: str = COMMIT) -> None:
-    """The libraries `datasets`, which loads by `load`, and `huggingface_hub`, at `commit`."""
     datasets, hub = ModuleType("datasets"), ModuleType("huggingface_hub")
     datasets.load_dataset = load  # type: ignore[attr-defined]
 

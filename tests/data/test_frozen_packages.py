@@ -18,9 +18,7 @@ import pytest
 from normattn.errors import InputError
 from normattn.lab.data import frozen_packages as frozen
 from normattn.lab.data.corpora import parse_corpus
-from normattn.lab.data.frozen_packages import (
-    is_generated,
-)
+from normattn.lab.data.frozen_packages import is_generated
 
 SAMPLE = ("h2", "sqlparse", "toolz")
 SAMPLE_TEXT = "b5528fabca02a792fda8e267919167b4a41965f0d5bdeeb13cb971325de57c25"

@@ -59,7 +59,6 @@ def _attention(model: MaskedLM, ids: Tensor, residual: bool) -> list[Tensor]:
 
 
 def _expected(attention: list[Tensor]) -> dict[str, Tensor]:
-    """The statistics of each text."""
     rows = np.linspace(0, LENGTH - 1, SAMPLED).astype(int)
     entropy = [-(a * a.log()).sum(-1).mean((1, 2)) for a in attention]
     pairs = list(pairwise(attention))

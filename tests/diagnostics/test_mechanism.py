@@ -353,7 +353,6 @@ def test_a_record_holds_them_by_document(score: str) -> None:
 
 
 def last_scores(model: CausalLM, ids: np.ndarray, last: int) -> tuple[int, float]:
-    """Right predictions and nats of the last tokens, from the logits."""
     with torch.no_grad():
         logits = model(torch.from_numpy(ids[None, :-1]))[0].numpy()
     chosen, targets = logits[-last:], ids[-last:]

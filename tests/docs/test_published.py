@@ -106,7 +106,6 @@ def test_every_table_is_on_a_page(tables: dict[str, Any]) -> None:
 
 
 def rows(folder: str) -> dict[str, Any]:
-    """The published numbers of a folder, by the row's name."""
     page = json.loads((RESULTS / folder / "table.json").read_text("utf-8"))
     return {row["row"]: row for row in page["tables"]["table"]}
 
@@ -139,7 +138,6 @@ def test_the_first_command_is_what_made_the_folder() -> None:
 
 
 def holds(resolved: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Whether every setting that was said stands in what was resolved."""
     return all(
         holds(resolved[key], value) if isinstance(value, dict) else resolved[key] == value
         for key, value in said.items()

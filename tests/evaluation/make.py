@@ -28,14 +28,12 @@ def successor_logits(ids: Int[Tensor, "b t"]) -> Float[Tensor, "b t v"]:
 
 
 def successors(ids: Int[Tensor, "b t1"]) -> TokenScores:
-    """The scores of that model."""
     logits, targets = successor_logits(ids[:, :-1]).double(), ids[:, 1:]
     loss = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
     return TokenScores(loss, logits.argmax(-1) == targets)
 
 
 def right_loss() -> float:
-    """The loss of a token that `successor_logits` predicts."""
     return float(np.log(np.exp(SURE) + VOCABULARY - 1) - SURE)
 
 
@@ -56,7 +54,6 @@ def make_set(
     segments: Sequence[int] | None = None,
     start: int = 0,
 ) -> EvaluationSet:
-    """An evaluation set of hand-made windows."""
     rows = np.asarray(windows, dtype=np.int64)
     return EvaluationSet(
         protocol,
@@ -70,7 +67,6 @@ def make_set(
 
 
 def info(**changes: Any) -> Identity:
-    """Who is evaluated."""
     fields: dict[str, Any] = {"study": "", "row": "KNA", "seed": 0, "score": "KNA@8"}
     return Identity(**(fields | {"weights": "w", "settings": "fp32"} | changes))
 
@@ -95,7 +91,6 @@ def edges_of(measured: pl.DataFrame) -> tuple[int, ...]:
 
 
 def one(measured: pl.DataFrame, column: str) -> Any:
-    """The value that every row has in `column`."""
     [value] = measured[column].unique().to_list()
     return value
 

@@ -53,7 +53,6 @@ def who(row: str = "RMSNorm", seed: int = 1) -> Identity:
 
 
 def value(statistic: Metric, found: Predictions, threshold: float) -> float:
-    """The statistic of all documents, by the sums that are kept of them."""
     names = [f"d{n}" for n in range(len(found.true))]
     counts = with_identity(who(), document_sums(found, threshold, names))
     sums = select_sums(counts, statistic.name)
@@ -62,7 +61,6 @@ def value(statistic: Metric, found: Predictions, threshold: float) -> float:
 
 
 def known(measured: pl.DataFrame, name: str) -> float:
-    """A fact about the training."""
     row = measured.filter(pl.col("statistic") == name, pl.col("protocol") == "training")
     assert row["of"].to_list() == [1.0]
     return float(row["sum"].item())

@@ -46,15 +46,12 @@ def write_model(folder: Path, shards: bool = False, **changed: Any) -> None:
 
 
 def copy_of(folder: Path, place: Path, damage: Damage) -> Path:
-    """A damaged copy."""
     shutil.copytree(folder, place)
     damage(place)
     return place
 
 
 def configured(**changed: Any) -> Damage:
-    """Other values in config.json."""
-
     def damage(folder: Path) -> None:
         file = folder / CONFIG
         file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
@@ -63,8 +60,6 @@ def configured(**changed: Any) -> Damage:
 
 
 def written(name: str, content: bytes) -> Damage:
-    """Another content of one file."""
-
     def damage(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
@@ -72,8 +67,6 @@ def written(name: str, content: bytes) -> Damage:
 
 
 def cut(name: str, share: float) -> Damage:
-    """A file that ends early."""
-
     def damage(folder: Path) -> None:
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: int(len(content) * share)])
@@ -155,7 +148,6 @@ def outside(target: str) -> Damage:
 
 
 def lost_shard(folder: Path) -> None:
-    """An index that names a file which is not there."""
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 

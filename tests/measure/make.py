@@ -33,7 +33,6 @@ def counted(
     statistic: str = "accuracy",
     **changes: Any,
 ) -> pl.DataFrame:
-    """One sum a document, over as many tokens."""
     units = [f"doc{n}" for n in range(len(correct))]
     of = np.full(len(correct), 10.0) if tokens is None else np.asarray(tokens)
     return with_identity(identity(row, seed, **changes), [sums(statistic, units, correct, of)])

@@ -72,7 +72,6 @@ def grid() -> Grid:
 
 
 def figures() -> tuple[Figure, ...]:
-    """One of every kind."""
     bent = replace(intervals(), name="changes", symlog=0.5)
     return (position_curves(), length_curves(), intervals(), bent, grid())
 
@@ -95,7 +94,6 @@ def table(first: str = "Baseline") -> FilledTable:
 
 
 def finding(verdict: Verdict, value: float, p: float | None) -> Finding:
-    """A decided claim."""
     claim = Claim(f"a claim, {verdict}", None, "arXiv 2012.11747", "accuracy at 512", digits=1)
     return Finding(claim, estimate(value), p, verdict)
 

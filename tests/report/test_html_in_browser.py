@@ -62,7 +62,6 @@ def chromium(page: Path, width: int, *more: str) -> str:
 
 @pytest.fixture(scope="module", params=[1280, 390])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the report showed to a reader at one width."""
     page = tmp_path_factory.mktemp("page") / "report.html"
     text = page_html(examples.page())
     # An iframe has the wanted width even where the window cannot be made that narrow.

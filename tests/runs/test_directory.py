@@ -1,5 +1,8 @@
+"""The folder of a run: its configuration, status and lock; checkpoints; metrics; environment."""
+
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -7,10 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from normattn.errors import InputError
-from normattn.lab.runs import RunDirectory, RunStatus, read_status
+from normattn.lab.runs import (
+    Checkpoints,
+    MetricsLog,
+    RunDirectory,
+    RunStatus,
+    read_metrics,
+    read_status,
+    record_environment,
+)
+from normattn.lab.runs.timing import Timing, interleave
 from normattn.settings import first_difference
 
 
@@ -205,3 +218,156 @@ def test_first_difference(
     stored: object, wanted: object, expected: tuple[str, str, str] | None
 ) -> None:
     assert first_difference(stored, wanted) == expected
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2, 3), float(step)), "n": torch.tensor(step)}
+
+
+def filled(path: Path, *steps: int) -> Checkpoints:
+    checkpoints = Checkpoints(path)
+    for step in steps:
+        checkpoints.save(step, tensors(step), {"loss": step / 3})
+    return checkpoints
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def latest_step(checkpoints: Checkpoints) -> int:
+    found = checkpoints.latest()
+    assert found is not None
+    return found.step
+
+
+def test_round_trip_and_the_last_two_are_kept(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "absent").latest() is None
+    checkpoint = filled(tmp_path, 1, 5, 10).latest()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.meta) == (10, {"loss": 10 / 3})
+    for name, tensor in tensors(10).items():
+        assert torch.equal(checkpoint.tensors[name], tensor)
+    assert names(tmp_path) == ["step-00000005", "step-00000010"]
+
+
+def harm(file: Path, how: str) -> None:
+    content = file.read_bytes()
+    changed = content[: len(content) // 2]
+    if how == "a bit flipped":
+        changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    file.write_bytes(changed)
+    if how == "removed":
+        file.unlink()
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", "meta.json"])
+@pytest.mark.parametrize("how", ["cut", "a bit flipped", "removed"])
+def test_a_damaged_one_is_named_and_the_one_before_it_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, how: str
+) -> None:
+    checkpoints = filled(tmp_path, 1, 2)
+    harm(tmp_path / "step-00000002" / file, how)
+    checkpoint = checkpoints.latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    assert torch.equal(checkpoint.tensors["w"], tensors(1)["w"])
+    said = capsys.readouterr().err
+    assert "step-00000002" in said
+    assert len(said.splitlines()) == 1
+    harm(tmp_path / "step-00000001" / "tensors.safetensors", "cut")
+    # Nothing starts from scratch.
+    with pytest.raises(InputError, match="every checkpoint"):
+        checkpoints.latest()
+
+
+def test_a_damaged_one_set_aside_neither_counts_nor_crowds_out(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path, 10, 20)
+    harm(tmp_path / "step-00000020" / "tensors.safetensors", "cut")
+    checkpoints.set_aside_after(10)
+    checkpoints.save(15, tensors(15), {})
+    assert latest_step(checkpoints) == 15
+    assert names(tmp_path) == ["damaged-step-00000020", "step-00000010", "step-00000015"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = filled(tmp_path, 1)
+    whole = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        whole(path, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InputError, match="no space left on the disk"):
+        checkpoints.save(2, tensors(2), {})
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert latest_step(checkpoints) == 1
+
+
+def test_only_a_change_is_reported_and_each_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    assert record_environment(path, {"torch": "1", "threads": 1}, 0) == []
+    assert record_environment(path, {"torch": "1", "threads": 1}, 5) == []
+    assert record_environment(path, {"torch": "2", "threads": 1}, 7) == ["torch 1 → 2"]
+    assert record_environment(path, {"torch": "2", "threads": 1}, 8) == []
+    assert record_environment(path, {"torch": "2", "threads": 4}, 9) == ["threads 1 → 4"]
+    stored = json.loads(path.read_text())
+    assert stored["started"] == {"torch": "1", "threads": 1}
+    assert [entry["step"] for entry in stored["resumed"]] == [7, 9]
+
+
+def write(path: Path, steps: int) -> None:
+    log = MetricsLog(path)
+    for step in range(1, steps + 1):
+        log.append({"step": step, "loss": 1.0 / step})
+    log.close()
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "lo', '{"step": 5}'])
+def test_truncation_then_appending_gives_an_unbroken_file(tmp_path: Path, torn: str) -> None:
+    write(tmp_path / "whole", 6)
+    write(tmp_path / "m", 4)
+    with (tmp_path / "m").open("a") as file:
+        file.write(torn)
+    assert read_metrics(tmp_path / "m") == [{"step": n, "loss": 1.0 / n} for n in (1, 2, 3, 4)]
+    log = MetricsLog(tmp_path / "m")
+    assert log.truncate_after(3) == 3
+    for step in (4, 5, 6):
+        log.append({"step": step, "loss": 1.0 / step})
+    log.flush()
+    assert len(read_metrics(tmp_path / "m")) == log.lines == 6
+    log.close()
+    assert (tmp_path / "m").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_no_file_is_no_lines_and_a_damaged_line_is_named(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "m") == []
+    assert MetricsLog(tmp_path / "m").truncate_after(4) == 0
+    with pytest.raises(ValueError, match="JSON"):
+        MetricsLog(tmp_path / "nan").append({"step": 1, "loss": float("nan")})
+    (tmp_path / "m").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    for read in (read_metrics, lambda path: MetricsLog(path).truncate_after(3)):
+        with pytest.raises(InputError, match="line 2"):
+            read(tmp_path / "m")
+
+
+def test_every_entry_is_timed_once_a_round_in_changing_order() -> None:
+    said: list[str] = []
+    entries = {name: (lambda name=name: said.append(name)) for name in "abc"}
+    timings = interleave(entries, 5, warm=2, min_seconds=0.0)
+    assert said[:6] == ["a", "a", "b", "b", "c", "c"]
+    turns = [tuple(said[i : i + 3]) for i in range(6, len(said), 3)]
+    assert len(turns) == 5
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 1
+    assert all(len(timing.rounds) == 5 and timing.calls == 1 for timing in timings.values())
+    assert Timing((3.0, 1.0, 2.0)).median == 2.0
+    # A quick one is called many times a sample.
+    calls: list[int] = []
+    timing = interleave({"a": lambda: calls.append(1)}, 2, warm=1, min_seconds=1e-3)["a"]
+    assert timing.calls > 1
+    assert len(calls) == 1 + 2 * timing.calls

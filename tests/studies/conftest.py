@@ -44,7 +44,6 @@ max_windows = 8
 
 
 def write_texts(folder: Path) -> Path:
-    """A folder of a few texts."""
     folder.mkdir(exist_ok=True)
     for n in range(12):
         words = " ".join(f"word{(n * 7 + i * i) % 50}" for i in range(200))
@@ -62,7 +61,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are no processes of their own, and charts are not drawn."""
     monkeypatch.setattr(Local, "session", here.session)
     undraw(monkeypatch)
 
@@ -75,10 +73,7 @@ def run(*words: object) -> int:
     return ended.value.code
 
 
-FINISHED = (
-    *("--variants", "KNA", "--methods", "unmodified,YaRN"),
-    *("--set", "training.steps=2"),
-)
+FINISHED = (*("--variants", "KNA", "--methods", "unmodified,YaRN"), *("--set", "training.steps=2"))
 """What the study of `finished` was asked for."""
 
 
@@ -102,8 +97,6 @@ here.main(cells_here={cells_here})
 
 
 class Start(Protocol):
-    """See `start`."""
-
     def __call__(self, *arguments: object, cells_here: bool = False) -> apart.Program:
         """Begin."""
 

@@ -56,12 +56,10 @@ def run(job: Job) -> tuple[int, str]:
 
 
 def session(self: Local, jobs: Sequence[Job], needs: Needs) -> AbstractContextManager[Start]:
-    """In place of `Local.session`."""
     return nullcontext(lambda jobs: [*map(Ended, jobs)])
 
 
 def main(cells_here: bool = True) -> None:
-    """As `normattn WORDS…`."""
     with pytest.MonkeyPatch.context() as patch:
         undraw(patch)
         if cells_here:

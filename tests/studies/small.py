@@ -69,7 +69,6 @@ RMSNORM = "\n[timing]\nrounds = 2\n"
 
 
 def qknorm(folder: Path) -> str:
-    """A preset file: translation, a sweep, a Vision Transformer."""
     corpus = multi_layout(folder / "pairs")
     return _written(
         folder / "qknorm.toml",
@@ -85,7 +84,6 @@ def qknorm(folder: Path) -> str:
 
 
 def realformer(folder: Path, texts: Path) -> str:
-    """A preset file: two sizes, and a grid of one row."""
     return _written(
         folder / "realformer.toml",
         REALFORMER,
@@ -98,7 +96,6 @@ def realformer(folder: Path, texts: Path) -> str:
 
 
 def rmsnorm(folder: Path) -> str:
-    """A preset file of small documents."""
     corpus = write_relations(folder / "documents", count=12)
     return _written(
         folder / "rmsnorm.toml",
@@ -151,7 +148,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {"mechanism": ("Baseline", "KNA", "KNA-No
 
 
 def request(study: str, tiny: Path, folder: Path, out: Path) -> Request:
-    """What asks for a study whose models train in a moment."""
     makers = {
         "qknorm": lambda: qknorm(folder),
         "realformer": lambda: realformer(folder, tiny.parent / "texts"),

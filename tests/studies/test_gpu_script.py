@@ -49,8 +49,7 @@ def test_everything_is_done(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "steps", "warmup"),
-    [(1e9, 2600, 260), (1300.7, 1300, 130), (70.0, 70, 7), (0, 1, 0)],
+    ("most", "steps", "warmup"), [(1e9, 2600, 260), (1300.7, 1300, 130), (70.0, 70, 7), (0, 1, 0)]
 )
 def test_a_shortened_training_warms_up_for_the_same_share(
     most: float, steps: int, warmup: int, monkeypatch: pytest.MonkeyPatch

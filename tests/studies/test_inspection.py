@@ -21,10 +21,7 @@ from normattn.lab.diagnostics.inspection import by_head, totals
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import measurements
 from normattn.lab.training import train_model
-from normattn.lab.training.tasks.classification import (
-    ClassificationConfig,
-    VisionTrainingConfig,
-)
+from normattn.lab.training.tasks.classification import ClassificationConfig, VisionTrainingConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.pretrained import load_any
 from undrawn import undraw
@@ -80,7 +77,6 @@ def layers(measured: pl.DataFrame) -> list[str]:
 
 
 def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Path) -> None:
-    """Its three attentions by name; entropies are those of the weights, pair by pair."""
     run = place / "translation"
     measured = look(run, tmp_path / "out", bins=1)
     assert [name.replace(".sublayer", "") for name in layers(measured)] == [

@@ -1,17 +1,17 @@
-"""Launchers of other hosts: submitit's own executor, Slurm, and a Ray cluster of two nodes."""
+"""Jobs of every launcher: child processes here, submitit's own executor, Slurm, a Ray cluster."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ import psutil
 import pytest
 
 from normattn.errors import InputError, Interrupted
-from normattn.lab.studies import find
 from normattn.lab.sweep import clusters, launchers
 from normattn.lab.sweep.clusters import Ray, RemoteJob, Slurm
-from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, run_jobs
-from normattn.lab.sweep.run import Request
-from normattn.lab.sweep.runner import reproduce
-from studies.conftest import Start
-from studies.test_jobs import SAVES
-from studies.test_sweep import SECONDS, result, wait_for_training, wait_until
+from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, Outcome, run_jobs
+from normattn.lab.sweep.planner import SweepProgress
+from studies.conftest import FINISHED, run
+from studies.test_sweep import SECONDS, result, wait_until
 from undrawn import undraw
 
 # Ray puts its workers behind everything else on a machine; the tests wait for them.
@@ -146,6 +143,25 @@ def launcher(request: pytest.FixtureRequest) -> Launcher:
     return Local()
 
 
+def job(folder: Path, name: str, script: str) -> Job:
+    place = folder / "jobs" / name / "seed0"
+    return Job(name, ("-c", script), place / "log.txt")
+
+
+# A job that saves when it is stopped, and ends at once where it has saved before.
+SAVES = """
+import pathlib, signal, sys, time
+state = pathlib.Path({path!r})
+if state.exists():
+    sys.exit(0)
+def save(*_):
+    time.sleep(0.5)
+    state.write_text("saved")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(120)
+"""
 INTERRUPTED = """
 import _thread, sys, threading, time
 from pathlib import Path
@@ -174,25 +190,22 @@ def test_a_remote_job_interrupted_over_and_over_has_its_child_save(tmp_path: Pat
     assert saved.read_text() == "saved"
 
 
-def job(folder: Path, name: str, script: str) -> Job:
-    place = folder / "jobs" / name / "seed0"
-    return Job(name, ("-c", script), place / "log.txt")
-
-
-def test_outcomes_tell_finished_diverged_and_failed_apart(
+def test_outcomes_tell_finished_diverged_failed_and_killed_apart(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    say = "import sys; print('first'); print('normattn: why', file=sys.stderr); sys.exit({})"
-    jobs = [job(tmp_path, str(code), say.format(code)) for code in (0, 2, 3)]
+    """And every job computes on one thread."""
+    say = "import os, sys; print('threads', os.environ['OMP_NUM_THREADS'], flush=True);"
+    say += "print('normattn: why', file=sys.stderr);"
+    ends = {0: "sys.exit(0)", 2: "sys.exit(2)", 3: "sys.exit(3)", -9: "os.kill(os.getpid(), 9)"}
+    jobs = [job(tmp_path, str(code), say + end) for code, end in ends.items()]
     seen: list[int] = []
     ended = run_jobs(jobs, launcher, 2, Needs(), lambda running, _: seen.append(len(running)))
-    found = {outcome.job.name: outcome for outcome in ended}
-    assert {name: outcome.code for name, outcome in found.items()} == {"0": 0, "2": 2, "3": 3}
-    assert [found[name].message for name in ("0", "2")] == ["", "why"]
-    assert found["2"].failed
-    assert not found["3"].failed
-    log = tmp_path / "jobs" / "0" / "seed0" / "log.txt"
-    assert sorted(log.read_text().splitlines()) == ["first", "normattn: why"]
+    found = {int(outcome.job.name): outcome for outcome in ended}
+    assert [found[code].code for code in ends] == [*ends]
+    assert [found[code].message for code in (0, 2)] == ["", "why"]
+    assert "SIGKILL" in found[-9].message
+    assert [found[code].failed for code in ends] == [False, True, False, True]
+    assert sorted(jobs[0].log.read_text().splitlines()) == ["normattn: why", "threads 1"]
     assert max(seen) <= 2
 
 
@@ -234,7 +247,6 @@ def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> N
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Nothing for a process that has ended since it was listed."""
     said: list[str] = []
     with suppress(psutil.NoSuchProcess):
         said = process.cmdline()
@@ -247,80 +259,39 @@ def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
         remote()
 
 
-def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
-    tiny: Path, tmp_path: Path, cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
-    undraw(monkeypatch)
-    command = ("reproduce", "keynorm", "--preset", tiny, "--variants", "KNA-logn")
-    rest = ("--methods", "unmodified", "--set", "training.steps=150", "--out", whole)
-    assert start(*command, *rest, cells_here=True).end().code == 0
-    request = Request(
-        preset=str(tiny),
-        variants=("KNA-logn",),
-        methods=("unmodified",),
-        out=out,
-        changes={"training.steps": 150},
-    )
-
-    with ThreadPoolExecutor() as beside:
-        stopping = beside.submit(interrupt_once_training, out)
-        with pytest.raises(Interrupted, match="SIGINT with 1 of 1 jobs unfinished"):
-            reproduce(study, replace(request, launcher=Slurm(cluster="local")))
-        stopping.result()
-
-        before = {path: path.read_text() for path in out.glob("jobs/*/*/.lock")}
-        # Of two cores: the job has no room on the first node.
-        losing = beside.submit(lose, cluster, [node(cluster, cpus=2) for _ in "ab"], out, before)
-        assert (
-            reproduce(study, replace(request, launcher=Ray(address=cluster.address, cpus=2))) == []
-        )
-        lock, holder = losing.result()
-    # The cell was begun again, elsewhere, by another process than the one that lost its node.
-    assert lock.read_text() != holder
-    assert result(out) == result(whole)
-    metrics = "cells/KNA-logn/seed0/metrics.jsonl"
-    assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
+BEGINS_AGAIN = """
+import os, pathlib, sys, time
+begun = pathlib.Path({path!r})
+if begun.exists():
+    sys.exit(0)
+begun.write_text(str(os.getpid()))
+time.sleep(120)
+"""
 
 
-def interrupt_once_training(out: Path) -> None:
-    """As Ctrl-C does, in the middle of a cell, which is held still until it is told to save."""
-    wait_for_training(out, steps=5)
-    (cell,) = (path.read_text().split()[0] for path in out.glob("jobs/*/*/.lock"))
-    psutil.Process(int(cell)).suspend()
-    os.kill(os.getpid(), signal.SIGINT)
-
-    def told() -> bool:
-        status = Path(f"/proc/{cell}/status").read_text().split("ShdPnd:")[1].split()[0]
-        return bool(int(status, 16) >> (signal.SIGTERM - 1) & 1)
-
-    wait_until(told)
-    psutil.Process(int(cell)).resume()
-
-
-def lose(cluster: Any, nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Path, str]:
-    """Take away the node of a cell in its middle; the cell's lock, and who held it."""
-    lost, lock, holder = wait_until(lambda: cell_on(nodes, out, before))
-    cell = psutil.Process(int(holder.split()[0]))
-    cell.suspend()  # So that it cannot end before its node does.
-    cluster.remove_node(lost, allow_graceful=False)
-    cell.resume()
-    return lock, holder
-
-
-def cell_on(nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Any, Path, str] | None:
-    """A node that has a cell now, the cell's lock, and what that says."""
+def test_a_job_whose_ray_node_is_lost_is_begun_on_another(tmp_path: Path, cluster: Any) -> None:
+    # Of two cores: the job has no room on the first node.
+    nodes, begun, lost = [node(cluster, cpus=2) for _ in "ab"], tmp_path / "begun", list[int]()
     raylets = {each.all_processes["raylet"][0].process.pid: each for each in nodes}
-    for path in out.glob("jobs/*/*/.lock"):
-        said = path.read_text()
-        if not said or said == before.get(path):
-            continue
-        with suppress(psutil.NoSuchProcess):  # It ended meanwhile.
-            above = {process.pid for process in psutil.Process(int(said.split()[0])).parents()}
-            for raylet in above & raylets.keys():
-                if path.with_name("progress.json").exists():
-                    return raylets[raylet], path, said
-    return None
+
+    def lose(running: Any, ended: Any) -> None:
+        if not lost and begun.exists() and begun.read_text():
+            above = [each.pid for each in psutil.Process(int(begun.read_text())).parents()]
+            lost.extend(raylets.keys() & above)
+            cluster.remove_node(raylets[lost[0]], allow_graceful=False)
+
+    one = job(tmp_path, "one", WATCHES_ITS_PARENT + BEGINS_AGAIN.format(path=str(begun)))
+    ended = run_jobs([one], Ray(address=cluster.address, cpus=2), 1, Needs(), lose)
+    assert (len(lost), [outcome.code for outcome in ended]) == (1, [0])
+
+
+def test_a_study_under_another_launcher_is_the_same(
+    tiny: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undraw(monkeypatch)
+    elsewhere = ("--launcher", "slurm", "--set", "launcher.cluster=local", "--out", tmp_path)
+    assert run("reproduce", "keynorm", "--preset", tiny, *FINISHED, *elsewhere) == 0
+    assert result(tmp_path) == result(finished)
 
 
 @pytest.mark.parametrize(
@@ -370,3 +341,126 @@ def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
     assert expected.items() <= asked.items()
     assert "gpus_per_node" not in Slurm().parameters(Needs(2, "cpu"))
     assert Ray(cpus=3, gpus=0).resources(Needs(2, "cuda")) == (3, 0)
+
+
+# Child processes on this machine.
+
+WATCHES = """
+import sys, time
+sys.path[:0] = {path!r}
+sys.platform = {platform!r}
+from normattn.stopping import stop_with_parent
+stop_with_parent(int(sys.argv[1]), poll=0.05)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "another"])
+def test_children_of_a_killed_parent_stop_by_themselves(tmp_path: Path, platform: str) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(WATCHES.format(path=sys.path, platform=platform))
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid())],"
+        " stdout=subprocess.PIPE, start_new_session=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        os.kill(pid, 0)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended but that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+SEES = """
+import os, pathlib, time
+pathlib.Path({path!r}).write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+time.sleep(0.5)
+"""
+
+
+def seen(folder: Path, count: int, at_once: int, launcher: Local, device: str) -> list[str]:
+    """What `count` cells saw of the GPUs, in their order."""
+    paths = [folder / f"saw{n}" for n in range(count)]
+    jobs = [job(folder, path.name, SEES.format(path=str(path))) for path in paths]
+    run_jobs(jobs, launcher, at_once, Needs(1, device))
+    return [path.read_text() for path in paths]
+
+
+def test_a_cell_sees_the_gpu_of_its_slot_alone(tmp_path: Path) -> None:
+    launcher = Local(devices=(4, "GPU-8932f937"))
+    assert launcher.slots(Needs(1, "cuda")) == 2
+    assert seen(tmp_path, 2, 2, launcher, "cuda") == ["4", "GPU-8932f937"]
+
+
+def test_cells_share_gpus_evenly_and_take_what_is_free(tmp_path: Path) -> None:
+    found = seen(tmp_path, 6, 4, Local(devices=(0, 1)), "auto")
+    assert found[:4] == ["0", "1", "0", "1"]
+    assert sorted(found[4:]) in (["0", "0"], ["0", "1"], ["1", "1"])
+
+
+def test_who_names_a_device_or_the_cpu_keeps_what_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launcher = Local(devices=(0, 1))
+    assert seen(tmp_path, 1, 1, launcher, "cpu") == ["all"]
+    assert seen(tmp_path, 1, 1, launcher, "cuda:1") == ["all"]
+    assert launcher.slots(Needs(1, "cuda:1")) == 1
+
+
+def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert launchers.visible_gpus() == ("0", "1", "2")
+    assert Local().slots(Needs(4, "auto")) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,2")
+    assert launchers.visible_gpus() == ("5", "7", "2")
+    assert Local().slots(Needs(1, "cpu")) == launchers.available_cores()
+
+
+def test_slots_are_shares_of_the_cores_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launchers, "available_cores", lambda: 7)
+    assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]
+
+
+def test_the_time_left_counts_running_jobs_and_not_what_was_done_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    jobs = [Job(name, (), tmp_path / name / "log.txt") for name in "abcd"]
+    for each in jobs:
+        each.log.parent.mkdir()
+
+    def works(each: Job, done: int) -> None:
+        state = {"stage": 0, "phase": "training", "done": done, "total": 8, "text": "", "host": ""}
+        each.log.with_name("progress.json").write_text(json.dumps(state))
+
+    progress = SweepProgress(jobs, {each.name: (1.0,) for each in jobs})
+    works(jobs[1], 2)  # resumed from a checkpoint
+    progress(jobs[:2], [])
+    works(jobs[1], 4)
+    now = 180.0
+    progress([jobs[1]], [Outcome(jobs[0], 0, "", 180.0)])
+    # A job and a quarter in 3 min; half a job and two more are left.
+    assert "(1 of 4), about 6 min left" in capsys.readouterr().err

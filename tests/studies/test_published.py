@@ -23,7 +23,6 @@ TEXT, NORMS = RESULTS / "retrofit-base", RESULTS / "rmsnorm-laptop"
 
 
 def _copy(place: Path, folder: Path) -> pl.DataFrame:
-    """The settings and measurements of a published folder, without its pages."""
     folder.mkdir()
     for name in ("config.json", measurements.FILE):
         shutil.copy(place / name, folder)
@@ -90,16 +89,13 @@ def test_a_bug_of_the_library_is_no_fault_of_the_folder(monkeypatch: pytest.Monk
 
 
 def _trained() -> list[Path]:
-    """Published folders of studies that train."""
     folders = sorted(file.parent for file in RESULTS.glob("*/" + measurements.FILE))
     kinds = {f: json.loads((f / "config.json").read_text())["kind"] for f in folders}
     return [folder for folder in folders if kinds[folder] not in COMMAND_STUDIES]
 
 
 @pytest.mark.parametrize(
-    "folder",
-    few(_trained(), (TEXT, NORMS).__contains__),
-    ids=lambda folder: folder.name,
+    "folder", few(_trained(), (TEXT, NORMS).__contains__), ids=lambda folder: folder.name
 )
 def test_what_is_training_still_stands_in_no_way(folder: Path, tmp_path: Path) -> None:
     """Loss curves are there before anything is measured, of one row or of all."""

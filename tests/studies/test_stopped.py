@@ -55,13 +55,11 @@ class Killed(BaseException):
 
 
 def run(study: Study, sweep: Sweep) -> None:
-    """Every run."""
     for each in sweep.runs:
         assert one_run(study, sweep, each) == 0
 
 
 def one_run(study: Study, sweep: Sweep, each: Run) -> int:
-    """Do one run; return its exit code."""
     paths = sweep.paths(each)
     write_if_changed(paths.settings, {"study": study.name, **each.model_dump(mode="json")})
     return runner.run_child(paths.job, study)
@@ -95,7 +93,6 @@ def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.Monke
 
 
 def page(study: Study, measured: pl.DataFrame) -> tuple[Tables, str]:
-    """The tables of the page by their keys, and its text."""
     made = context(study.page, measured, bootstrap=Bootstrap(resamples=200))
     tables: Tables = json.loads(page_json(made))["tables"]
     return tables, page_markdown(made)
@@ -165,7 +162,6 @@ def _config(place: Path) -> TrainingConfig:
 
 
 def _retrofit(sweep: Sweep, found: Tables, text: str) -> None:
-    """The branches start with the trained weights."""
     facts = found["table"]
     names = ("as Baseline", "as KNA", "as QKRMSNorm")
     assert {(fact["row"], fact["step"]) for fact in facts} == {

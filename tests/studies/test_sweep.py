@@ -27,7 +27,6 @@ def finish(process: apart.Program) -> tuple[int, str]:
 
 
 def wait_until(found: Callable[[], Any]) -> Any:
-    """What `found` returns once it is true."""
     deadline = time.monotonic() + SECONDS
     while not (value := found()):
         assert time.monotonic() < deadline
@@ -36,8 +35,6 @@ def wait_until(found: Callable[[], Any]) -> Any:
 
 
 def wait_for_training(out: Path, steps: int) -> None:
-    """Until a cell in `out` has trained for `steps` steps in all."""
-
     def trained() -> bool:
         notes = [json.loads(path.read_text()) for path in out.glob("jobs/*/*/progress.json")]
         return any(note["phase"] == "training" and note["done"] >= steps for note in notes)
@@ -46,7 +43,6 @@ def wait_for_training(out: Path, steps: int) -> None:
 
 
 def result(out: Path) -> dict[str, bytes]:
-    """Every file that a reader gets."""
     names = ["table.md", "table.csv", "table.json", "report.html", "measurements.parquet"]
     files = [out / name for name in names] + sorted((out / "figures").glob("*"))
     assert len(files) >= 6
@@ -60,7 +56,6 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def written(out: Path) -> dict[Path, int]:
-    """When each file of a run or of an evaluation was written."""
     return {path: path.stat().st_mtime_ns for path in out.glob("cells/**/*.*") if path.is_file()}
 
 
@@ -109,7 +104,6 @@ def test_killed_in_the_middle_the_table_is_the_same(
 
 @pytest.fixture
 def out(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a finished study of KNA."""
     return Path(shutil.copytree(finished, tmp_path / "out"))
 
 

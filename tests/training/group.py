@@ -119,7 +119,6 @@ class Bad(ToyTask):
 
 
 def diverge(rank: int, out: Path) -> None:
-    """Train until the loss is no number."""
     settings = config(steps=STEPS, parallel="fsdp")
     train(Bad, settings, open_run(out, settings), show_progress=False)
 
@@ -151,13 +150,9 @@ def fail_at_three(report: StepReport) -> None:
 
 
 def fail_while_others_train(rank: int, out: Path, parallel: str) -> tuple[str, str]:
-    """The error that each process gets where the first one fails alone between two steps."""
     try:
         train_model(
-            small(**CURVE, parallel=parallel),
-            out,
-            show_progress=False,
-            on_step=fail_at_three,
+            small(**CURVE, parallel=parallel), out, show_progress=False, on_step=fail_at_three
         )
     except Exception as error:
         return type(error).__name__, str(error)

@@ -65,8 +65,6 @@ def test_a_pipe_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Counting:
-    """Counts the forward passes of the step that it looks into."""
-
     name = "looks"
 
     def due(self, step: int, steps: int) -> bool:

@@ -36,8 +36,6 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """A parameter of every kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 3)
@@ -55,7 +53,6 @@ class AdamW:
         self.m, self.v, self.t = np.zeros(()), np.zeros(()), 0
 
     def step(self, kind: str, theta: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """One step in float64."""
         (a, b), self.t = self.betas, self.t + 1
         self.m, self.v = a * self.m + (1 - a) * g, b * self.v + (1 - b) * g**2
         m, v = self.m / (1 - a**self.t), self.v / (1 - b**self.t)
@@ -69,7 +66,6 @@ class TigerByHand:
     m = np.zeros(())
 
     def step(self, kind: str, theta: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """One step in float64."""
         self.m = 0.9 * self.m + 0.1 * g
         if kind == "vector":
             return np.asarray(theta - LR / 2 * np.sign(self.m))
@@ -83,7 +79,6 @@ class MuonByHand(AdamW):
     """Newton-Schulz in float64: five times a·x + (b·xxᵀ + c·(xxᵀ)²)·x from x = u/‖u‖."""
 
     def step(self, kind: str, theta: np.ndarray, g: np.ndarray) -> np.ndarray:
-        """One step; all but hidden matrices move by AdamW."""
         if kind != "matrix":
             return super().step(kind, theta, g)
         self.m = 0.95 * self.m + 0.05 * g

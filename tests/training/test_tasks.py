@@ -33,7 +33,7 @@ from normattn.models.translator import Translator
 from normattn.models.vision_transformer import VisionTransformer
 
 from .settings import SMALL, small
-from .test_unit_weights import NGPT
+from .test_weights import NGPT
 
 Settings = Callable[..., Any]
 GAU = {"dim": 16, "layers": 2, "train_length": 16, "block": "gau", "placement": "DeepNorm"}
@@ -260,11 +260,7 @@ def test_settings_that_cannot_be(
     [
         ("causal", {"data": {"corpus": "absent.txt", "vocab_size": 300}}, r"absent\.txt"),
         ("vision", {"model": {"height": 4}}, "model.height is 4, but the images of .* have 8"),
-        (
-            "vision",
-            {"model": {"classes": 7}},
-            "model.classes is 7, but .* have 10",
-        ),
+        ("vision", {"model": {"classes": 7}}, "model.classes is 7, but .* have 10"),
         ("vision", {"shift": 8}, "a shift of 8"),
         ("classification", {"model": {"labels": 4}}, "model.labels is 4, but .* has 3 labels"),
         ("classification", {"batch_size": 64}, "24 documents, fewer than one batch of 64"),

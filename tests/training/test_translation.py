@@ -10,9 +10,7 @@ import torch
 
 from data.helpers import multi_layout
 from normattn.lab.data.pairs import PairData, prepare_pairs
-from normattn.lab.training.tasks.translation import (
-    TranslationConfig,
-)
+from normattn.lab.training.tasks.translation import TranslationConfig
 
 
 @pytest.fixture(scope="module")

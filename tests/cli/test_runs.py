@@ -1,20 +1,158 @@
-"""`normattn inspect`: what it writes and prints, and what it refuses in one sentence."""
+"""`normattn generate`, `evaluate` and `inspect` of a finished run, and what they refuse."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
 
+import polars as pl
 import pytest
+import torch
 
-from cli.conftest import Command
+from cli.conftest import TINY, Command
+from normattn.lab.data.retrieval import TASKS
+from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.diagnostics.inspection import by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
+from normattn.lab.studies.methods import explain_unsupported, inference_time_methods
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
+from normattn.models.pretrained import load_model
+from normattn.score import ScoreSpec
 from studies.conftest import run as run_command
+
+
+def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
+    plain = command.done("generate", trained, "--prompt", "word1 word2", "--max-new-tokens", 6)
+    assert plain.out
+    file = tmp_path / "prompt.txt"
+    file.write_text("word1 word2")
+    assert command("generate", trained, "--file", file, "--max-new-tokens", 6).out == plain.out
+    two = command(
+        *("generate", trained, "--prompt", "word3", "--file", file, "--max-new-tokens", 6)
+    )
+    assert two.out.startswith("> word3\n")
+    assert two.out.endswith(f"\n\n> word1 word2\n{plain.out}")
+
+
+def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
+    arguments = ("generate", trained, "--prompt", "word1", "--temperature", 2, "--top-p", 0.99)
+    first = command.done(*arguments, "--seed", 3, "--max-new-tokens", 12)
+    assert command(*arguments, "--seed", 3, "--max-new-tokens", 12).out == first.out
+    assert command(*arguments, "--seed", 4, "--max-new-tokens", 12).out != first.out
+
+
+@pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=4)"])
+def test_a_method_decides_beyond_the_training_length(
+    command: Command, trained: Path, method: str
+) -> None:
+    """The text is that of full forwards under the method, one for each token."""
+    prompt, config = "word1 word2 word3 " * 12, json.loads((trained / "config.json").read_text())
+    tokeniser = Tokeniser.load(trained / "tokeniser.json")
+    model = load_model(trained / "model")
+    ids = tokeniser.encode(prompt)
+    assert len(ids) > config["config"]["model"]["train_length"]
+    factor = (len(ids) + 4) / model.config.train_length
+    spec = model.config.score.with_method(method).resolve(factor=factor)
+    with model.using(spec), torch.no_grad():
+        for _ in range(4):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    options = ("--method", method, "--max-new-tokens", 4)
+    said = command.done("generate", trained, "--prompt", prompt, *options)
+    assert said.out == tokeniser.decode(ids[-4:]) + "\n"
+
+
+def test_runs_that_cannot_answer(
+    command: Command, trained: Path, run: Path, tmp_path: Path
+) -> None:
+    assert "no config.json" in command("generate", tmp_path, "--prompt", "a").sentence
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    assert "only a finished run" in command("generate", run, "--prompt", "a").sentence
+    (run / "status.json").write_text(json.dumps(status))
+    (run / "tokeniser.json").unlink()
+    assert "tokeniser.json is missing" in command("generate", run, "--prompt", "a").sentence
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    said = command("generate", trained, "--file", tmp_path / "latin.txt")
+    assert "not UTF-8" in said.sentence
+
+
+def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
+    preset = tmp_path / "synthetic.toml"
+    preset.write_text(TINY.format(corpus="synthetic:copy"))
+    run = tmp_path / "run"
+    command.done("train", "--preset", preset, "--length", 64, "--out", run)
+    said = command("generate", run, "--prompt", "a")
+    assert "generated tokens of synthetic:copy" in said.sentence
+
+
+def records(run: Path) -> dict[str, int]:
+    """Each record's name and when it was written."""
+    return {path.name: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
+
+
+def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
+    arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
+    said = command.done(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
+    for expected in (
+        "KNA-ReRoPE",
+        "by position, 128 tokens",
+        "multi_key",
+        "In short",
+        str(run / "report"),
+    ):
+        assert expected in said.out
+    first = records(run)
+    assert len(first) == 2 * (1 + len(TASKS) * 2)
+    again = command(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
+    assert again.out == said.out
+    assert (run / "report" / "table.md").exists()
+    assert records(run) == first
+    # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
+    command.done(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
+    assert first.items() <= records(run).items()
+    assert len(records(run)) == 2 * (1 + len(TASKS) * 3)
+
+    out = tmp_path / "report"
+    command.done("report", run, "--out", out)
+    page = (out / "table.md").read_text()
+    for heading in ("Accuracy by position", "Loss by position", "Facts inserted into a long text"):
+        assert f"## {heading}" in page
+    for name in ("accuracy_by_position", "loss_by_position", "retrieval"):
+        with (out / f"{name}.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        assert [line["row"] for line in lines] == ["KNA", "KNA-ReRoPE"], name
+    for line in lines:
+        for task in TASKS:
+            for name in (
+                f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)
+            ):
+                assert 0 <= float(line[name]) <= 100
+                # One sample, a fifth of --max-windows, has no interval.
+                assert line[f"{name}_low"] == line[f"{name}_high"] == ""
+    # What no table shows, the depths of every task and length, is in the frame.
+    asked = pl.read_parquet(out / "measurements.parquet").filter(
+        protocol="retrieval", statistic="exact"
+    )
+    cells = asked.select("method", "factor.task", "length", "bin").unique()
+    assert cells.height == 2 * len(TASKS) * 3 * 5
+    names = {path.name for path in (out / "figures").iterdir()}
+    assert names >= {"reading_by_position_KNA.png", *(f"retrieval_{task}.png" for task in TASKS)}
+
+
+def test_every_method(command: Command, run: Path) -> None:
+    arguments = ("--protocols", "by-position", "--multiples", "1,4", "--max-windows", 1)
+    said = command.done("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
+    spec = ScoreSpec.parse("KNA", train_length=8)
+    methods = inference_time_methods(spec, 4.0)
+    assert "ReRoPE-logn+" in methods
+    assert len(records(run)) == 1 + len(methods) + 1
+    for sentence in explain_unsupported(spec, 4.0):
+        assert sentence in said.out
+
 
 SHARES = ("beyond_share", "angle_share")
 

@@ -1,4 +1,4 @@
-"""QK-Clip: the largest logit of each head is τ afterwards, and nothing else has changed."""
+"""QK-Clip and nGPT's unit weights: what a step does to the weights, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from normattn import CausalLM, CausalLMConfig
 from normattn.errors import InputError
 from normattn.lab.diagnostics import DiagnosticsProbe
 from normattn.lab.diagnostics.lines import read_diagnostics
@@ -16,6 +18,8 @@ from normattn.lab.runs import read_metrics
 from normattn.lab.training import train_model
 from normattn.lab.training.distributed import World
 from normattn.lab.training.qk_clip import QKClip
+from normattn.lab.training.step import TrainStep
+from normattn.lab.training.unit_weights import UnitWeights
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 
 from .settings import SMALL, small
@@ -94,7 +98,6 @@ def test_heads_beyond_the_threshold_come_back_to_it(kind: str) -> None:
 
 
 def test_a_training_is_bounded_and_one_that_needs_no_bound_is_unchanged(tmp_path: Path) -> None:
-    """With diagnostics beside it, which are the same too."""
     model = {**SMALL["model"], "score": "Baseline"}
     settings: dict[str, Any] = {"steps": 8, "optimiser": {"lr": 0.05}, "model": model}
     losses, largest, shares = {}, {}, {}
@@ -159,3 +162,57 @@ def test_every_score_that_is_accepted_is_bounded(score: str) -> None:
         seen.append(clip.clip())
     assert seen[0] > 2
     assert seen[1] == pytest.approx(0.7, rel=1e-6)
+
+
+NGPT: dict[str, Any] = {**SMALL["model"], "score": "NGPT-RotateFirst", "placement": "nGPT"}
+
+
+@pytest.mark.parametrize("block", ["transformer", "gau"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_matrix_is_normalised_along_the_width(block: str, tied: bool) -> None:
+    """Rows of what reads the stream and columns of what writes to it, as the authors' function."""
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"block": "gau", "key_size": 8} if block == "gau" else {"heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 11, "dim": 16, "layers": 2, "train_length": 8, **more}
+    model = CausalLM(CausalLMConfig(**sizes, placement="nGPT", tie_head=tied)).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    UnitWeights(model).normalise()
+    matrices = set()
+    for name, weight in model.named_parameters():
+        if not name.endswith(".weight") or weight.ndim < 2:
+            assert torch.equal(weight, before[name]), name
+            continue
+        matrices.add(name.split(".")[-2])
+        axis = 0 if name.split(".")[-2] in ("out", "down") else 1
+        vectors = before[name] if axis else before[name].t()
+        by_hand = torch.stack([vector / sum(vector * vector) ** 0.5 for vector in vectors])
+        torch.testing.assert_close(weight, by_hand if axis else by_hand.t())
+    named = {"embedding", "expand", "out"} if block == "gau" else {"embedding", "qkv", "out"}
+    named |= set() if block == "gau" else {"up", "down"}
+    assert matrices == (named if tied else {*named, "head"})
+
+
+def test_weights_have_length_1_before_the_first_step() -> None:
+    settings, cpu = small(model=NGPT, unit_weights=True), torch.device("cpu")
+    task = settings.task(settings.prepare(), cpu, 1)
+    TrainStep(task, settings, World(0, 1, cpu), lambda: False)
+    weight = task.model.get_parameter("embedding.weight")
+    torch.testing.assert_close(weight.norm(dim=1), torch.ones(len(weight)))
+
+
+def test_a_training_keeps_weights_at_length_1(tmp_path: Path) -> None:
+    train_model(small(model=NGPT, steps=5, unit_weights=True), tmp_path, show_progress=False)
+    for name, weight in load_file(tmp_path / "model" / "model.safetensors").items():
+        if weight.ndim == 2 and ".score." not in name:
+            axis = 0 if ".out." in name or ".down." in name else 1
+            torch.testing.assert_close(weight.norm(dim=axis), torch.ones(weight.shape[1 - axis]))
+
+
+def test_what_has_no_meaning_is_refused_and_what_is_off_is_not_written() -> None:
+    assert "unit_weights" not in small(model=NGPT).model_dump()
+    with pytest.raises(InputError, match="placement nGPT"):
+        small(unit_weights=True)
+    for other in ({"parallel": "fsdp"}, {"qk_clip": 5.0}):
+        model = {**NGPT, "score": "Baseline"}
+        with pytest.raises(InputError, match="unit_weights"):
+            small(unit_weights=True, model=model, **other)
