@@ -34,21 +34,22 @@ def test_a_folder_takes_an_empty_place(tmp_path: Path, there: str) -> None:
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
-@pytest.mark.parametrize("there", ["absent", "empty"])
-def test_a_place_filled_while_it_was_written_is_left_alone(tmp_path: Path, there: str) -> None:
+@pytest.mark.parametrize("came", ["a file", "a folder", "a file in it"])
+def test_a_place_filled_while_it_was_written_is_left_alone(tmp_path: Path, came: str) -> None:
     place = tmp_path / "place"
-    if there == "empty":
+    mine = place if came == "a file" else place / "thesis.tex"
+    if came == "a file in it":
         place.mkdir()
 
     def fill_late(folder: Path) -> None:
         fill(folder)
-        place.mkdir(exist_ok=True)
-        (place / "thesis.tex").write_text("mine")
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
 
     with pytest.raises(InputError, match="place was filled by another process"):
         write_directory(place, fill_late)
-    assert names(place) == ["thesis.tex"]
-    assert names(tmp_path) == ["place"]
+    assert mine.read_text() == "mine"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -69,17 +70,6 @@ def test_a_new_file_takes_no_other_file_s_place(tmp_path: Path, when: str) -> No
     write_text(place, "ours", new=True)
     assert place.read_text() == "ours"
     assert names(tmp_path) == ["place"]
-
-
-def test_a_file_that_came_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-
-    def fill_late(folder: Path) -> None:
-        place.write_text("mine")
-
-    with pytest.raises(InputError, match="filled by another process"):
-        write_directory(place, fill_late)
-    assert place.read_text() == "mine"
 
 
 def test_our_own_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:

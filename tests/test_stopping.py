@@ -127,29 +127,17 @@ def others() -> Iterator[list[int]]:
         signal.signal(kind, handler)
 
 
-def test_a_scheduler_and_a_parent_that_both_say_it_said_it_once(others: list[int]) -> None:
-    with StopRequest() as request:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGTERM)
-        assert request.by == "SIGTERM"
-    assert others == []
-
-
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_who_asks_again_does_not_want_to_wait(
-    kind: signal.Signals, others: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: signal.Signals, at_once: bool, others: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "DUPLICATE_SECONDS", -1.0)
+    """But a scheduler and a parent that both send SIGTERM said it once."""
+    if not at_once:
+        monkeypatch.setattr(stopping, "DUPLICATE_SECONDS", -1.0)
     with StopRequest() as request:
         signal.raise_signal(kind)
         assert (request.by, others) == (kind.name, [])
         signal.raise_signal(kind)
         signal.raise_signal(kind)
-    assert others == [kind, kind]
-
-
-def test_ctrl_c_twice_is_not_the_same_request(others: list[int]) -> None:
-    with StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-    assert others == [signal.SIGINT]
+    assert others == ([] if at_once and kind == signal.SIGTERM else [kind, kind])

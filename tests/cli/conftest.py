@@ -33,12 +33,17 @@ class Said:
     @property
     def sentence(self) -> str:
         """The one line on stderr of a command that was refused, without the program's name."""
+        assert len(self.err.strip().splitlines()) == 1, self.err
+        return self.last
+
+    @property
+    def last(self) -> str:
+        """The last line on stderr of a command that was refused, before which libraries speak."""
         assert self.code == 2, self.err
-        lines = self.err.strip().splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("normattn: ")
         assert "Traceback" not in self.err
-        return lines[0].removeprefix("normattn: ")
+        last = self.err.strip().splitlines()[-1]
+        assert last.startswith("normattn: ")
+        return last.removeprefix("normattn: ")
 
 
 @dataclass(frozen=True)

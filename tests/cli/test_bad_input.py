@@ -24,9 +24,8 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
     assert leftovers(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
+OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
+    "train": [
         (["--score", "KNAA"], ["KNAA", "did you mean KNA"]),
         (["--score", ""], ["is empty", "--score"]),
         (["--steps", "0"], ["--steps", "1"]),
@@ -46,12 +45,78 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
         (["--preset", "smokey"], ["smokey", "did you mean smoke"]),
         (["--preset", "gone.toml"], ["gone.toml", "does not exist"]),
     ],
+    "reproduce": [
+        (["--preset", "labtop"], ["labtop", "did you mean laptop"]),
+        (["--variants", "Baseline,KNX"], ["KNX", "did you mean KNA"]),
+        (["--variants", "KNA-YaRN"], ["YaRN", "--methods"]),
+        (["--methods", "ReRope2"], ["did you mean ReRoPE"]),
+        (["--seeds", "0"], ["--seeds", "at least 1"]),
+        (["--seeds", "107"], ["--seeds", "at most 100", "of one: 7,"]),
+        (["--set", "training.stepz=1"], ["stepz", "did you mean steps"]),
+        (["--set", "steps=10"], ["did you mean training.steps?"]),
+        (["--set", "training.seed=1"], ["seed", "varied by the study"]),
+        (
+            ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],
+            ["training.data.corpus is given both as an option and by --set"],
+        ),
+        (["--seeds", "2", "--set", "seeds=3"], ["seeds is given both as an option and by --set"]),
+    ],
+    "evaluate": [
+        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
+        (["--methods", "KNA"], ["KNA", "training-time"]),
+        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
+        (["--methods", "YaRN,YaRN"], ["twice"]),
+        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
+        (["--methods", "al"], ["unknown", "al"]),
+        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
+        (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
+        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--multiples", "0"], ["--multiples", "at least 1"]),
+        (["--multiples", "4,2"], ["multiples", "rise"]),
+        (["--max-windows", "0"], ["--max-windows"]),
+        (["--max-tokens", "0"], ["--max-tokens"]),
+        (["--seed", "-1"], ["--seed"]),
+    ],
+    "generate": [
+        ([], ["--prompt", "--file"]),
+        (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
+        (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
+        (["--prompt", "a", "--method", "logn"], ["logn is a training-time component"]),
+        (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
+        (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
+        (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
+        (["--prompt", "a", "--top-k", "5"], ["temperature 0", "top_k"]),
+        (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
+        (["--prompt", "a", "--stop", ""], ["argument 5 is empty", "--stop"]),
+    ],
+    "inspect": [
+        (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
+        (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
+        (["--text", "gone.txt"], ["gone.txt", "does not exist"]),
+        (["--length", "100000"], ["is long enough", "100,000"]),
+        (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
+        (["--windows", "0"], ["--windows"]),
+        (["--out", "/dev/null"], ["/dev/null is a file"]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [(name, *case) for name, cases in OPTIONS.items() for case in cases],
 )
 def test_options(
-    command: Command, tiny: Path, tmp_path: Path, options: list[str], expected: list[str]
+    command: Command,
+    tiny: Path,
+    run: Path,
+    tmp_path: Path,
+    name: str,
+    options: list[str],
+    expected: list[str],
 ) -> None:
-    train = ("train", "--preset", tiny, "--out", tmp_path / "run")
-    assert_refused(command, tmp_path, expected, *train, *options)
+    training: list[object] = ["--preset", tiny, "--out", tmp_path / "out"]
+    given = {"train": training, "reproduce": ["keynorm", *training]}.get(name, [run])
+    assert_refused(command, tmp_path, expected, name, *given, *options)
 
 
 def test_corpora_that_cannot_be_used(command: Command, tiny: Path, tmp_path: Path) -> None:
@@ -121,84 +186,6 @@ def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
     assert_refused(command, tmp_path, ["no config.json"], "evaluate", tmp_path)
     assert_refused(command, tmp_path, ["normattn evaluate"], "report", tmp_path)
     assert_refused(command, tmp_path, ["no directory"], "report", tmp_path / "gone")
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--preset", "labtop"], ["labtop", "did you mean laptop"]),
-        (["--variants", "Baseline,KNX"], ["KNX", "did you mean KNA"]),
-        (["--variants", "KNA-YaRN"], ["YaRN", "--methods"]),
-        (["--methods", "ReRope2"], ["did you mean ReRoPE"]),
-        (["--seeds", "0"], ["--seeds", "at least 1"]),
-        (["--seeds", "107"], ["--seeds", "at most 100", "of one: 7,"]),
-        (["--set", "training.stepz=1"], ["stepz", "did you mean steps"]),
-        (["--set", "steps=10"], ["did you mean training.steps?"]),
-        (["--set", "training.seed=1"], ["seed", "varied by the study"]),
-        (
-            ["--corpus", "python-source", "--set", 'training.data={corpus="hf:a"}'],
-            ["training.data.corpus is given both as an option and by --set"],
-        ),
-        (["--seeds", "2", "--set", "seeds=3"], ["seeds is given both as an option and by --set"]),
-    ],
-)
-def test_reproductions(
-    command: Command, tiny: Path, tmp_path: Path, options: list[str], expected: list[str]
-) -> None:
-    preset = [] if "--preset" in options else ["--preset", str(tiny)]
-    keynorm = ("reproduce", "keynorm", *preset, "--out", tmp_path / "out")
-    assert_refused(command, tmp_path, expected, *keynorm, *options)
-
-
-RUN: dict[str, list[tuple[list[str], list[str]]]] = {
-    "evaluate": [
-        (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
-        (["--methods", "KNA"], ["KNA", "training-time"]),
-        (["--methods", "YaRN,,NTK"], ["--methods", "empty"]),
-        (["--methods", "YaRN,YaRN"], ["twice"]),
-        (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
-        (["--methods", "al"], ["unknown", "al"]),
-        (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
-        (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
-        (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
-        (["--multiples", "0"], ["--multiples", "at least 1"]),
-        (["--multiples", "4,2"], ["multiples", "rise"]),
-        (["--max-windows", "0"], ["--max-windows"]),
-        (["--max-tokens", "0"], ["--max-tokens"]),
-        (["--seed", "-1"], ["--seed"]),
-    ],
-    "generate": [
-        ([], ["--prompt", "--file"]),
-        (["--prompt", ""], ["argument 3 is empty", "--prompt"]),
-        (["--file", "gone.txt"], ["gone.txt", "does not exist"]),
-        (["--prompt", "a", "--method", "logn"], ["logn is a training-time component"]),
-        (["--prompt", "a", "--method", "YaRN(factor=0)"], ["factor", "at least 1"]),
-        (["--prompt", "a", "--temperature", "-1"], ["temperature is -1"]),
-        (["--prompt", "a", "--top-p", "2", "--temperature", "1"], ["top_p is 2"]),
-        (["--prompt", "a", "--top-k", "5"], ["temperature 0", "top_k"]),
-        (["--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens"]),
-        (["--prompt", "a", "--stop", ""], ["argument 5 is empty", "--stop"]),
-    ],
-    "inspect": [
-        (["--attention", "9,0"], ["layers 0 to 0", "heads 0 to 1"]),
-        (["--attention", "one"], ["LAYER,HEAD", "'one'"]),
-        (["--text", "gone.txt"], ["gone.txt", "does not exist"]),
-        (["--length", "100000"], ["is long enough", "100,000"]),
-        (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
-        (["--windows", "0"], ["--windows"]),
-        (["--out", "/dev/null"], ["/dev/null is a file"]),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [(name, *case) for name, cases in RUN.items() for case in cases],
-)
-def test_commands_of_a_run(
-    command: Command, run: Path, tmp_path: Path, name: str, options: list[str], expected: list[str]
-) -> None:
-    assert_refused(command, tmp_path, expected, name, run, *options)
 
 
 def full(handle: int) -> None:

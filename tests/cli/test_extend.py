@@ -196,9 +196,7 @@ def test_a_killed_run_goes_on_where_it_was(
     said = command.done(*(each if each != "YaRN" else "YaRN,NTK" for each in arguments))
     assert {place.method for place in reads} == {"NTK"}
     assert "NTK(factor=2)" in (out / "table.md").read_text()
-    said = command(*arguments, "--seed", 1)
-    assert said.code == 2
-    assert "has another configuration" in said.err.splitlines()[-1]
+    assert "has another configuration" in command(*arguments, "--seed", 1).last
 
 
 def test_out_of_memory_says_what_fits_and_keeps_the_rest(
@@ -301,11 +299,7 @@ def test_bad_input_is_one_sentence(
     given = {"--methods": "PI,ReRoPE", "--lengths": "256", "--text": text}
     given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
     options = [each for pair in given.items() for each in pair]
-    said = command("extend", model, *options, "--out", tmp_path / "run")
-    assert said.code == 2
-    assert sentence in said.err.splitlines()[-1]
-    assert said.err.splitlines()[-1].startswith("normattn: ")
-    assert "Traceback" not in said.err
+    assert sentence in command("extend", model, *options, "--out", tmp_path / "run").last
     assert not (tmp_path / "run").exists()
 
 
@@ -316,7 +310,7 @@ def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) 
         tmp_path / "two",
         rope_parameters={**scaled, "original_max_position_embeddings": LENGTH // 2},
     )
-    last = command("extend", tmp_path / "two", *rest).err.splitlines()[-1]
+    last = command("extend", tmp_path / "two", *rest).last
     assert "max_position_embeddings=" in last
     assert "--train-length" in last
     (tmp_path / "fake.gguf").write_bytes(b"GGML not a model")
@@ -327,9 +321,8 @@ def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    said = command("extend", tmp_path / "odd.gguf", *rest)
-    assert said.code == 2
-    assert "cannot be loaded by transformers" in said.err.splitlines()[-1]
+    odd = command("extend", tmp_path / "odd.gguf", *rest)
+    assert "cannot be loaded by transformers" in odd.last
     assert not (tmp_path / "run").exists()
 
 

@@ -5,18 +5,41 @@ from __future__ import annotations
 import json
 import random
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from normattn.lab.data.images import ImageSplit
 from normattn.lab.data.sources import SPLITS
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData, TokenSplit
 
-# Texts and images.
+# A hub, texts and images.
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def fake_hub(
+    monkeypatch: pytest.MonkeyPatch, load: Any, commit: str = COMMIT, splits: Sequence[str] = ()
+) -> None:
+    """The libraries `datasets`, which loads by `load`, and `huggingface_hub`, at `commit`."""
+
+    def dataset_info(name: str, revision: str | None) -> Any:
+        if name == "offline":
+            raise ConnectionError("no route to host\nand much more")
+        return SimpleNamespace(sha=commit)
+
+    hub: Any = SimpleNamespace(HfApi=lambda: SimpleNamespace(dataset_info=dataset_info))
+    loading: Any = SimpleNamespace(
+        load_dataset=load, get_dataset_split_names=lambda *_, **__: [*splits]
+    )
+    monkeypatch.setitem(sys.modules, "datasets", loading)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
 
 
 def make_split(lengths: Sequence[int], dtype: type = np.uint16) -> TokenSplit:

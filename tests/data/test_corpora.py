@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -19,6 +18,8 @@ from normattn.errors import InputError
 from normattn.lab.data import corpora
 from normattn.lab.data.corpora import PIECE_CHARACTERS, parse_corpus
 from normattn.lab.data.sources import sample_evenly
+
+from .helpers import COMMIT, fake_hub
 
 
 def names_and_texts(address: object, limit: int | None = None) -> list[tuple[str, str]]:
@@ -121,23 +122,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     done = apart.run(code, file)
     assert done.code == 0, done.err
     assert int(done.out) < 64 << 10
-
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def fake_hub(monkeypatch: pytest.MonkeyPatch, load: Any, commit: str = COMMIT) -> None:
-    datasets, hub = ModuleType("datasets"), ModuleType("huggingface_hub")
-    datasets.load_dataset = load  # type: ignore[attr-defined]
-
-    def dataset_info(name: str, revision: str | None) -> Any:
-        if name == "offline":
-            raise ConnectionError("no route to host\nand much more")
-        return SimpleNamespace(sha=commit)
-
-    hub.HfApi = lambda: SimpleNamespace(dataset_info=dataset_info)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
 
 
 def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

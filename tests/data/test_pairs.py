@@ -5,17 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import polars as pl
 import pytest
 
 from data.helpers import (
+    COMMIT,
+    fake_hub,
     install,
     item,
     multi_layout,
@@ -66,22 +66,20 @@ def test_json_lines_flat_nested_and_with_splits(tmp_path: Path) -> None:
 
 
 def test_a_data_set_of_the_hub_with_its_own_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets, asked = ModuleType("datasets"), list[Any]()
+    asked: list[Any] = []
 
     def load(*names: Any, **options: Any) -> list[dict[str, Any]]:
         asked.append((names, options))
         return [{"translation": {"en": f"a {options['split']}", "de": "b"}}]
 
-    datasets.load_dataset = load  # type: ignore[attr-defined]
-    datasets.get_dataset_split_names = lambda *_, **__: ["train", "test"]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    source = parse_pairs(f"hf:me/data?config=en-de&revision={'a' * 40}", *EN_DE)
+    fake_hub(monkeypatch, load, splits=("train", "test"))
+    source = parse_pairs(f"hf:me/data?config=en-de&revision={COMMIT}", *EN_DE)
     assert [(pair.text, pair.target, pair.split) for pair in source.documents()] == [
         ("a train", "b", None),
         ("a test", "b", "test"),
     ]
     assert list(source.own_splits()) == ["test"]
-    assert {options["revision"] for _, options in asked} == {"a" * 40}
+    assert {options["revision"] for _, options in asked} == {COMMIT}
 
 
 def test_a_folder_by_split_and_language(tmp_path: Path) -> None:
@@ -265,13 +263,6 @@ def test_a_bad_item_or_file_is_named(tmp_path: Path, value: Any, said: str) -> N
     write_json(tmp_path / "a.json", [item("y", "b"), value])
     with pytest.raises(InputError, match=rf"a\.json:2.*{said}"):
         read_relations(tmp_path / "a.json")
-
-
-def test_a_split_without_documents_is_named(tmp_path: Path) -> None:
-    write_relations(tmp_path / "a")
-    write_json(tmp_path / "a" / "test_triples.json", [])
-    with pytest.raises(InputError, match=r"no document in its test split \(12 in all\)"):
-        prepare_relations(RelationConfig(corpus=str(tmp_path / "a"), vocab_size=200), tmp_path)
 
 
 def test_every_form_gives_the_same_documents(tmp_path: Path) -> None:

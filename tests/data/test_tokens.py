@@ -15,7 +15,6 @@ import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import CopyTask, DataConfig, TokenData, prepare_tokens
 
-from .helpers import write_folder
+from .helpers import COMMIT, fake_hub, write_folder
 
 AS_COMMAND = """
 import os, sys
@@ -208,7 +207,7 @@ def test_a_build_that_fails_keeps_what_it_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     rows = [{"text": f"row {i} of the quick brown fox {i * i} " * 20} for i in range(300)]
-    datasets, readings, syncs, fsync = ModuleType("datasets"), [0], [0], os.fsync
+    readings, syncs, fsync = [0], [0], os.fsync
 
     def load(*_: Any, **__: Any) -> Iterator[dict[str, str]]:
         readings[0] += 1  # the first one is the tokeniser's
@@ -223,11 +222,10 @@ def test_a_build_that_fails_keeps_what_it_did(
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(handle)
 
-    datasets.load_dataset = load  # type: ignore[attr-defined]
+    fake_hub(monkeypatch, load)
     monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
     monkeypatch.setattr(store, "CHECKPOINT_BYTES", 4000)
-    made = config(f"hf:me/data?revision={'a' * 40}")
+    made = config(f"hf:me/data?revision={COMMIT}")
     cache = tmp_path / "cache"
     with pytest.raises(InputError, match=r"reset by peer|no space left on the disk"):
         prepare_tokens(made, cache)

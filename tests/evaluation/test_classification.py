@@ -74,15 +74,6 @@ def classifier(labels: int = 3) -> Classifier:
     return Classifier(config)
 
 
-def test_f1_by_hand() -> None:
-    found = made(
-        [[0.9, 0.2, 0.1], [0.6, 0.5, 0.1], [0.1, 0.8, 0.1]], [[1, 0, 0], [0, 1, 0], [1, 1, 0]]
-    )
-    # Label 0: tp 1, predicted 2, true 2; label 1: 2, 2, 2; label 2 does not occur.
-    assert value(MICRO_F1, found, 0.5) == pytest.approx(100 * 2 * 3 / (4 + 4))
-    assert value(MACRO_F1, found, 0.5) == pytest.approx(100 * (2 / 4 + 1) / 2)
-
-
 def test_f1_of_counts_by_hand() -> None:
     above, below = np.array([[6.0, 0, 0]]), np.array([[9.0, 2, 0]])
     assert MICRO_F1.value(above, below, above, below) == pytest.approx(100 * 6 / 11)

@@ -31,37 +31,25 @@ from .make import (
 )
 
 
-def test_counts_are_exact_for_windows_made_by_hand() -> None:
+def test_counts_are_exact_and_windows_of_one_document_are_added_up() -> None:
     windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
-    chosen = make_set(windows)
+    chosen = make_set(windows, documents=["b", "a", "b"])
     found = evaluate_cell(successors, chosen, info(method="YaRN", seed=3))
     # Token 3 is scored at position 2, in the second bin of two positions; token 8 in the fourth.
     assert edges_of(found) == (0, 2, 4, 6, 8)
     assert set(found["statistic"]) == {"accuracy", "loss"}  # nothing is "seen" in natural text
+    assert sorted(set(found["unit"])) == ["a", "b"]
     for statistic in ("accuracy", "loss"):
-        assert table(found, statistic, "of").tolist() == [[2, 2, 2, 2]] * 3
-    assert table(found, "accuracy").tolist() == [[2, 2, 2, 2], [2, 1, 2, 2], [2, 2, 2, 1]]
+        assert table(found, statistic, "of").tolist() == [[2, 2, 2, 2], [4, 4, 4, 4]]
+    assert table(found, "accuracy").tolist() == [[2, 1, 2, 2], [4, 4, 4, 3]]
     right, wrong = right_loss(), right_loss() + 4.0
-    expected = [[2 * right] * 4, [2 * right] * 4, [2 * right] * 4]
-    expected[1][1] = expected[2][3] = right + wrong
+    expected = [[2 * right] * 4, [4 * right] * 4]
+    expected[0][1], expected[1][3] = right + wrong, 3 * right + wrong
     np.testing.assert_allclose(table(found, "loss"), expected, rtol=1e-6)
     told = {"row": "KNA", "score": "KNA@8", "method": "YaRN", "seed": 3, "weights": "w"}
     told |= {"protocol": "non_repeated", "length": 8, "train_length": 8, "split": "test"}
     told |= {"data": chosen.fingerprint, "settings": "fp32", "axis": "position"}
     assert {column: one(found, column) for column in told} == told
-
-
-def test_windows_of_one_document_are_added_up() -> None:
-    windows = [counting(), counting(broken_at=3), counting(broken_at=8)]
-    chosen = make_set(windows, documents=["b", "a", "b"])
-    found = evaluate_cell(successors, chosen, info())
-    assert sorted(set(found["unit"])) == ["a", "b"]
-    assert table(found, "accuracy").tolist() == [[2, 1, 2, 2], [4, 4, 4, 3]]
-    assert table(found, "accuracy", "of").tolist() == [[2, 2, 2, 2], [4, 4, 4, 4]]
-    right, wrong = right_loss(), right_loss() + 4.0
-    expected = [[2 * right] * 4, [4 * right] * 4]
-    expected[0][1], expected[1][3] = right + wrong, 3 * right + wrong
-    np.testing.assert_allclose(table(found, "loss"), expected, rtol=1e-6)
 
 
 def test_only_the_last_segment_is_scored() -> None:

@@ -14,6 +14,7 @@ from data.helpers import multi_layout, write_relations
 from normattn.errors import InputError, Interrupted
 from normattn.lab.data.batches import Masking, TrainingBatches
 from normattn.lab.data.images import ImageBatches, prepare_images
+from normattn.lab.data.pairs import prepare_pairs
 from normattn.lab.data.relations import prepare_relations
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.evaluation.classification import predict, tune_threshold
@@ -126,11 +127,11 @@ def stop_after(steps: int) -> Callable[[], bool]:
 def test_interrupted_and_resumed_is_the_same_run(
     tmp_path: Path, made: dict[str, Settings], kind: str, changes: dict[str, Any]
 ) -> None:
-    config = made[kind](**changes)
+    config = made[kind](steps=7, **changes)
     whole = train(config, tmp_path / "whole")
     for _ in range(2):
         with pytest.raises(Interrupted):
-            train(config, tmp_path / "cut", should_stop=stop_after(5))
+            train(config, tmp_path / "cut", should_stop=stop_after(3))
     cut = train(config, tmp_path / "cut")
     assert (cut.loss, cut.metrics) == (whole.loss, whole.metrics)
     for name in ("metrics.jsonl", "model/model.safetensors", "model/config.json"):
@@ -214,6 +215,60 @@ def test_a_translator_learns(tmp_path: Path, made: dict[str, Settings]) -> None:
     assert lines[-1]["accuracy"] > lines[0]["accuracy"]
     assert load_as(Translator, tmp_path / "model").config == config.model
     assert (tmp_path / "tokeniser.json").is_file()
+
+
+def translating(config: Any, shards: int) -> Any:
+    task = config.task(prepare_pairs(config.data), torch.device("cpu"), shards)
+    task.model.double()
+    return task
+
+
+def test_shards_of_sentences_add_up_to_the_batch(made: dict[str, Settings]) -> None:
+    config = made["translation"]()
+    weights = translating(config, 1).model.state_dict()
+    found = []
+    for shards in (1, 8):
+        task = translating(config, shards)
+        task.model.load_state_dict(weights)
+        for step in range(1, 4):
+            task.model.zero_grad()
+            sums: dict[str, float] = {}
+            for shard in range(shards):
+                loss, metrics = task.loss(task.batch(step, shard, shards))
+                (loss / shards).backward()
+                for name, value in {"loss": loss.detach(), **metrics}.items():
+                    sums[name] = sums.get(name, 0.0) + float(value) / shards
+            found.append((sums, task.model.source_embedding.weight.grad))
+    for (one, gradient), (eight, gradients) in zip(found[:3], found[3:], strict=True):
+        assert one == pytest.approx(eight, rel=1e-9)
+        torch.testing.assert_close(gradient, gradients, rtol=1e-7, atol=1e-12)
+
+
+def test_the_loss_of_a_translation_is_the_mean_over_the_tokens_of_the_batch(
+    made: dict[str, Settings],
+) -> None:
+    task = translating(made["translation"](label_smoothing=0.2), 1)
+    batch = task.batch(1, 0, 1)
+    loss, metrics = task.loss(batch)
+    logs = torch.log_softmax(task.model(batch.source, batch.target[:, :-1]), -1)
+    wanted = batch.target[:, 1:]
+    real = wanted != 0
+    assert int(real.sum()) == int(batch.targets)
+    nll = -logs.gather(-1, wanted[..., None]).squeeze(-1)[real].mean()
+    smooth = 0.8 * nll - 0.2 * logs.mean(-1)[real].mean()
+    torch.testing.assert_close(loss, smooth)
+    torch.testing.assert_close(metrics["nll"], nll, check_dtype=False)
+    hits = ((logs.argmax(-1) == wanted) & real).sum() / real.sum()
+    assert float(metrics["accuracy"]) == pytest.approx(float(hits))
+
+
+def test_vocabularies_follow_the_data(made: dict[str, Settings]) -> None:
+    config = made["translation"]()
+    model = config.model
+    assert (model.source_vocab, model.target_vocab, model.shared_vocabulary) == (300, 300, True)
+    assert model.train_length == config.data.max_length
+    # What a run's config.json says is read back.
+    assert TranslationConfig.parse(config.model_dump(mode="json")) == config
 
 
 def test_the_cost_of_each_kind(made: dict[str, Settings]) -> None:
