@@ -20,22 +20,22 @@ from normattn.cli import parsing
 from normattn.lab import studies
 from normattn.settings import format_setting
 
+COMMANDS = (
+    "train",
+    "evaluate",
+    "generate",
+    "report",
+    "extend",
+    "verify",
+    "list",
+    "inspect",
+    "demo",
+)
+
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        (),
-        ("train",),
-        ("evaluate",),
-        ("generate",),
-        ("report",),
-        ("extend",),
-        ("verify",),
-        ("list",),
-        ("inspect",),
-        ("demo",),
-        *(("reproduce", study) for study in studies.names()),
-    ],
+    [(), *((name,) for name in COMMANDS), *(("reproduce", study) for study in studies.names())],
 )
 def test_help_teaches_by_examples(command: Command, arguments: tuple[str, ...]) -> None:
     said = command.done(*arguments, "--help")

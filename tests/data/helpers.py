@@ -79,20 +79,9 @@ def write_folder(folder: Path, count: int = 40) -> Path:
 
 # Sentence pairs, and an installed package that carries a catalogue.
 
-WORDS = {
-    "a": "ein",
-    "the": "der",
-    "dog": "Hund",
-    "bird": "Vogel",
-    "man": "Mann",
-    "sees": "sieht",
-    "hears": "hört",
-    "likes": "mag",
-    "old": "alte",
-    "small": "kleine",
-    "and": "und",
-    "house": "Haus",
-}
+ENGLISH = "a the dog bird man sees hears likes old small and house"
+GERMAN = "ein der Hund Vogel Mann sieht hört mag alte kleine und Haus"
+WORDS = dict(zip(ENGLISH.split(), GERMAN.split(), strict=True))
 
 
 def sentences(count: int, longest: int = 9, seed: int = 0) -> list[tuple[str, str]]:

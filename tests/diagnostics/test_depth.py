@@ -25,14 +25,9 @@ TEXTS = masked_set(SPLIT, LENGTH, Masking(200), max_windows=5, seed=1)
 
 
 def _model(**changes: Any) -> MaskedLM:
-    values: dict[str, Any] = {
-        "vocab_size": 200,
-        "dim": 16,
-        "layers": 4,
-        "heads": 2,
-        "train_length": LENGTH,
-    }
-    values |= {"score": "Baseline-NoPE", "placement": "PostLN", "exits": True, "dropout": 0.2}
+    values: dict[str, Any] = {"vocab_size": 200, "dim": 16, "layers": 4, "heads": 2}
+    values |= {"train_length": LENGTH, "placement": "PostLN", "exits": True, "dropout": 0.2}
+    values |= {"score": "Baseline-NoPE"}
     torch.manual_seed(0)
     return MaskedLM(MaskedLMConfig(**{**values, **changes})).double()
 

@@ -40,23 +40,10 @@ from normattn.models import CausalLM, CausalLMConfig
 
 Array = NDArray[np.float64]
 
-LENGTHS = (
-    *(
-        (name, 20)
-        for name in (
-            "Baseline",
-            "CosA",
-            "QKLayerNorm(gain=false)",
-            "KNA-NoPE",
-            "Baseline-ALiBi",
-            "Baseline-SoftCap(cap=2)",
-            "Baseline-SlidingWindow(window=5)",
-            "KNA-Chunked(size=6)",
-        )
-    ),
-    # Longer than the blocks of rows that are held at once.
-    *(("KNA-logn", 70), ("Baseline-Sink", 70)),
-)
+SCORES = ["Baseline", "CosA", "QKLayerNorm(gain=false)", "KNA-NoPE", "Baseline-ALiBi"]
+SCORES += ["Baseline-SoftCap(cap=2)", "Baseline-SlidingWindow(window=5)", "KNA-Chunked(size=6)"]
+# Longer than the blocks of rows that are held at once.
+LENGTHS = [*((name, 20) for name in SCORES), ("KNA-logn", 70), ("Baseline-Sink", 70)]
 
 
 def model_of(score: str, **changes: Any) -> CausalLM:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -29,15 +30,8 @@ L = 8
 @pytest.fixture
 def model() -> CausalLM:
     torch.manual_seed(0)
-    config = CausalLMConfig(
-        vocab_size=16,
-        dim=16,
-        layers=2,
-        heads=2,
-        train_length=L,
-        score=ScoreSpec.parse("KNA"),
-        dropout=0.5,
-    )
+    sizes: dict[str, Any] = {"vocab_size": 16, "dim": 16, "layers": 2, "heads": 2, "dropout": 0.5}
+    config = CausalLMConfig(**sizes, train_length=L, score=ScoreSpec.parse("KNA"))
     made = CausalLM(config)
     with torch.no_grad():
         for parameter in made.parameters():

@@ -22,19 +22,9 @@ Damage = Callable[[Path], None]
 def write_model(folder: Path, shards: bool = False, **changed: Any) -> None:
     """A Llama of two layers with random weights, whose tokens are bytes."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": 256,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": False,
-            **changed,
-        }
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**{"tie_word_embeddings": False, **sizes, **changed})
     model: Any = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "5GB")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -16,21 +16,14 @@ import torch
 from normattn.errors import InputError
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.pretrained import load_any, save_model
-from normattn.score import ScoreSpec
 
 pytestmark = pytest.mark.usefixtures("little_memory")
 
 
 def _saved(place: Path, score: str = "QKRMSNorm") -> Path:
-    config = CausalLMConfig(
-        vocab_size=20,
-        dim=16,
-        layers=2,
-        heads=2,
-        train_length=8,
-        score=ScoreSpec.parse(score),
-        tie_head=False,
-    )
+    sizes: dict[str, Any] = {"vocab_size": 20, "dim": 16, "layers": 2, "heads": 2}
+    rest: dict[str, Any] = {"train_length": 8, "score": score, "tie_head": False}
+    config = CausalLMConfig(**sizes, **rest)
     save_model(CausalLM(config), place)
     return place
 

@@ -11,17 +11,8 @@ from normattn.lab.stats import Identity, sums, with_identity
 
 
 def identity(row: str = "A", seed: int = 0, **changes: Any) -> Identity:
-    fields: dict[str, Any] = {
-        "study": "s",
-        "row": row,
-        "score": row,
-        "seed": seed,
-        "protocol": "p",
-        "length": 8,
-        "train_length": 4,
-        "data": "d",
-        **changes,
-    }
+    fields: dict[str, Any] = {"study": "s", "row": row, "score": row, "seed": seed, "protocol": "p"}
+    fields |= {"length": 8, "train_length": 4, "data": "d", **changes}
     return Identity(**fields)
 
 

@@ -69,50 +69,27 @@ RMSNORM = "\n[timing]\nrounds = 2\n"
 
 
 def qknorm(folder: Path) -> str:
-    corpus = multi_layout(folder / "pairs")
-    return _written(
-        folder / "qknorm.toml",
-        QKNORM,
-        first='scores = ["Baseline", "KNA"]',
-        seeds=1,
-        steps=6,
-        batch="batch_tokens = 1300",
-        model="layers = 1, heads = 2",
-        corpus=corpus,
-        data="vocab_size = 280",
-    )
+    corpus, first = multi_layout(folder / "pairs"), 'scores = ["Baseline", "KNA"]'
+    loop = {"seeds": 1, "steps": 6, "batch": "batch_tokens = 1300", "data": "vocab_size = 280"}
+    return _written(folder / "qknorm.toml", QKNORM, first, "layers = 1, heads = 2", corpus, **loop)
 
 
 def realformer(folder: Path, texts: Path) -> str:
-    return _written(
-        folder / "realformer.toml",
-        REALFORMER,
-        seeds=1,
-        steps=4,
-        model='layers = 2, heads = 2, norm = "layer", train_length = 8',
-        corpus=texts,
-        data="vocab_size = 260, test_fraction = 0.3",
-    )
+    model = 'layers = 2, heads = 2, norm = "layer", train_length = 8'
+    loop = {"seeds": 1, "steps": 4, "data": "vocab_size = 260, test_fraction = 0.3"}
+    return _written(folder / "realformer.toml", REALFORMER, "", model, texts, **loop)
 
 
 def rmsnorm(folder: Path) -> str:
     corpus = write_relations(folder / "documents", count=12)
-    return _written(
-        folder / "rmsnorm.toml",
-        RMSNORM,
-        seeds=2,
-        steps=6,
-        model="layers = 1, heads = 1",
-        corpus=corpus,
-        data="vocab_size = 120, max_tokens = 16",
-    )
+    loop = {"seeds": 2, "steps": 6, "data": "vocab_size = 120, max_tokens = 16"}
+    return _written(folder / "rmsnorm.toml", RMSNORM, "", "layers = 1, heads = 1", corpus, **loop)
 
 
-def _written(
-    path: Path, own: str, *, first: str = "", batch: str = "batch_size = 4", **loop: Any
-) -> str:
-    """Write a preset: `LOOP` filled with `batch` and `loop`, then the study's `own` groups."""
-    path.write_text(first + LOOP.format(batch=batch, **loop) + own)
+def _written(path: Path, own: str, first: str, model: str, corpus: Path, **loop: Any) -> str:
+    """Write a preset: `LOOP` filled in, then the study's `own` groups."""
+    loop = {"batch": "batch_size = 4", **loop}
+    path.write_text(first + LOOP.format(model=model, corpus=corpus, **loop) + own)
     return str(path)
 
 

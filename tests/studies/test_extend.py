@@ -28,17 +28,8 @@ Losses = dict[str, dict[int, float]]
 
 
 def _identity(method: str, length: int, protocol: str) -> Identity:
-    return Identity(
-        study="extend",
-        row="model",
-        score=NAMES[method],
-        method=method,
-        seed=0,
-        protocol=protocol,
-        length=length,
-        train_length=L,
-        data="windows",
-    )
+    kept = (0, protocol, length, L, method)
+    return Identity("extend", "model", NAMES[method], *kept, data="windows")
 
 
 def _frame(losses: Losses, windows: int = 3) -> pl.DataFrame:

@@ -38,17 +38,6 @@ from studies import small
 
 Tables = dict[str, list[dict[str, Any]]]
 
-EVERY = {
-    "window": 17,
-    "continue": 23,
-    "retrofit": 17,
-    "mechanism": 4,
-    "qknorm": 5,
-    "realformer": 9,
-    "rmsnorm": 9,
-}
-"""After how many notes of progress each study is killed, again and again."""
-
 
 class Killed(BaseException):
     """The power went."""
@@ -96,35 +85,6 @@ def page(study: Study, measured: pl.DataFrame) -> tuple[Tables, str]:
     made = context(study.page, measured, bootstrap=Bootstrap(resamples=200))
     tables: Tables = json.loads(page_json(made))["tables"]
     return tables, page_markdown(made)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_stopped_anywhere_it_is_the_same(
-    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for library in ("sacrebleu", "sklearn") if name == "qknorm" else ():
-        pytest.importorskip(library)
-    monkeypatch.setattr("normattn.lab.studies.continued.NORMED", ("KNA",))
-    study = find(name)
-    # The two read one corpus, so that nothing differs but the kills.
-    whole, broken = (
-        study.resolve(small.request(name, tiny, tmp_path, tmp_path / each))
-        for each in ("whole", "broken")
-    )
-    run(study, whole)
-    assert all(stage.is_done() for each in whole.runs for stage in whole.stages(each))
-    if name == "rmsnorm":
-        # Times differ from run to run: those of the unbroken one are given to the other.
-        timed = Path("cells/step time/seed0/evaluations/step time.parquet")
-        (broken.out / timed).parent.mkdir(parents=True)
-        (broken.out / timed).write_bytes((whole.out / timed).read_bytes())
-    assert run_killed(study, broken, EVERY[name], monkeypatch) > 1
-    measured = study.measurements(whole.out)
-    assert study.measurements(broken.out).equals(measured)
-    for metrics in sorted(whole.out.glob("cells/*/*/metrics.jsonl")):
-        again = broken.out / metrics.relative_to(whole.out)
-        assert again.read_bytes() == metrics.read_bytes()
-    CHECKS[name](whole, *page(study, measured))
 
 
 def _window(sweep: Sweep, found: Tables, text: str) -> None:
@@ -252,15 +212,46 @@ def _rmsnorm(sweep: Sweep, found: Tables, text: str) -> None:
     _of_other_data("rmsnorm", sweep.out, "RMSNorm/seed1/evaluations/classification")
 
 
-CHECKS = {
-    "window": _window,
-    "continue": _continue,
-    "retrofit": _retrofit,
-    "mechanism": _mechanism,
-    "qknorm": _qknorm,
-    "realformer": _realformer,
-    "rmsnorm": _rmsnorm,
+STUDIES = {
+    "window": (17, _window),
+    "continue": (23, _continue),
+    "retrofit": (17, _retrofit),
+    "mechanism": (4, _mechanism),
+    "qknorm": (5, _qknorm),
+    "realformer": (9, _realformer),
+    "rmsnorm": (9, _rmsnorm),
 }
+"""After how many notes of progress each study is killed, again and again; and what it must show."""
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_stopped_anywhere_it_is_the_same(
+    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("sacrebleu", "sklearn") if name == "qknorm" else ():
+        pytest.importorskip(library)
+    monkeypatch.setattr("normattn.lab.studies.continued.NORMED", ("KNA",))
+    study = find(name)
+    # The two read one corpus, so that nothing differs but the kills.
+    whole, broken = (
+        study.resolve(small.request(name, tiny, tmp_path, tmp_path / each))
+        for each in ("whole", "broken")
+    )
+    run(study, whole)
+    assert all(stage.is_done() for each in whole.runs for stage in whole.stages(each))
+    if name == "rmsnorm":
+        # Times differ from run to run: those of the unbroken one are given to the other.
+        timed = Path("cells/step time/seed0/evaluations/step time.parquet")
+        (broken.out / timed).parent.mkdir(parents=True)
+        (broken.out / timed).write_bytes((whole.out / timed).read_bytes())
+    every, check = STUDIES[name]
+    assert run_killed(study, broken, every, monkeypatch) > 1
+    measured = study.measurements(whole.out)
+    assert study.measurements(broken.out).equals(measured)
+    for metrics in sorted(whole.out.glob("cells/*/*/metrics.jsonl")):
+        again = broken.out / metrics.relative_to(whole.out)
+        assert again.read_bytes() == metrics.read_bytes()
+    check(whole, *page(study, measured))
 
 
 def test_a_row_and_a_grid_that_diverge_are_results(tiny: Path, tmp_path: Path) -> None:

@@ -25,14 +25,8 @@ from .toy import ToyTask, config, open_run
 
 STEPS = 8
 # Single numbers (ReZero), vectors, and matrices whose rows do not divide by four.
-MODEL: dict[str, Any] = {
-    "dim": 20,
-    "layers": 2,
-    "heads": 2,
-    "train_length": 16,
-    "score": "KNA-logn",
-    "placement": "ReZero",
-}
+MODEL: dict[str, Any] = {"dim": 20, "layers": 2, "heads": 2, "train_length": 16}
+MODEL |= {"score": "KNA-logn", "placement": "ReZero"}
 CURVE: dict[str, Any] = {"steps": STEPS, "model": MODEL, "clip": 0.5}
 FSDP = {**CURVE, "parallel": "fsdp"}
 
