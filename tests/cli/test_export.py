@@ -88,13 +88,12 @@ def test_generate_goes_on_as_the_command_does(
         assert tokeniser.decode(row, skip_special_tokens=True) + "\n" == said.out
 
 
-def _run(folder: Path, kind: str, config: object, status: str = "finished") -> Path:
+def _run(folder: Path, kind: str, config: object) -> Path:
     folder.mkdir()
-    text = {"format": 1, "kind": kind, "config": config}
-    (folder / "config.json").write_text(json.dumps(text))
-    (folder / "status.json").write_text(
-        json.dumps({"state": status, "step": 1, "steps": 1, "message": ""})
-    )
+    status = {"state": "finished", "step": 1, "steps": 1, "message": ""}
+    stored = {"config.json": {"format": 1, "kind": kind, "config": config}, "status.json": status}
+    for name, value in stored.items():
+        (folder / name).write_text(json.dumps(value))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "accuracy": 0.25}\n')
     return folder
 
@@ -162,20 +161,10 @@ def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
         export_run(Export(run=tmp_path / "run", out=tmp_path / "again"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "sentence"),
-    [
-        ("translation", "finished", "kind 'translation'"),
-        ("vision", "finished", "kind 'vision'"),
-        ("causal-lm", "running", "is running at step 1; only a finished run can be exported"),
-    ],
-)
-def test_kinds_and_states_that_cannot_be_exported(
-    command: Command, tmp_path: Path, kind: str, status: str, sentence: str
-) -> None:
-    run = _run(tmp_path / "run", kind, {}, status)
-    said = command("export", run, tmp_path / "out")
-    assert sentence in said.sentence
+@pytest.mark.parametrize("kind", ["translation", "vision"])
+def test_kinds_that_cannot_be_exported(command: Command, tmp_path: Path, kind: str) -> None:
+    run = _run(tmp_path / "run", kind, {})
+    assert f"kind '{kind}'" in command("export", run, tmp_path / "out").sentence
     assert not (tmp_path / "out").exists()
 
 

@@ -68,11 +68,6 @@ def test_a_method_decides_beyond_the_training_length(
 def test_runs_that_cannot_answer(
     command: Command, trained: Path, run: Path, tmp_path: Path
 ) -> None:
-    assert "no config.json" in command("generate", tmp_path, "--prompt", "a").sentence
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
-    assert "only a finished run" in command("generate", run, "--prompt", "a").sentence
-    (run / "status.json").write_text(json.dumps(status))
     (run / "tokeniser.json").unlink()
     assert "tokeniser.json is missing" in command("generate", run, "--prompt", "a").sentence
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -248,15 +243,22 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     assert not {"angle_share", "beyond_share"} & {*found["statistic"]}
 
 
-def test_runs_that_cannot_be_looked_into(command: Command, run: Path, tmp_path: Path) -> None:
-    assert "not a run directory" in command("inspect", tmp_path).sentence
+def test_a_run_of_no_known_kind_is_not_looked_into(command: Command, run: Path) -> None:
     stored = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
     assert "a run of kind 'poem'" in command("inspect", run).sentence
-    (run / "config.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("words", [("generate", "--prompt", "a"), ("inspect",), ("export", "OUT")])
+def test_a_finished_run_alone_serves(
+    command: Command, run: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    name, *rest = (tmp_path / "out" if word == "OUT" else word for word in words)
+    assert re.search(r"no config\.json|a run directory", command(name, tmp_path, *rest).sentence)
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
-    assert "only a finished run can be looked into" in command("inspect", run).sentence
+    assert "only a finished run" in command(name, run, *rest).sentence
+    assert not (tmp_path / "out").exists()
 
 
 def test_half_precision_on_a_named_device(command: Command, trained: Path, tmp_path: Path) -> None:

@@ -42,20 +42,9 @@ PROBE = Path(__file__).with_name("probe.js")
 
 def chromium(page: Path, width: int, *more: str) -> str:
     """What Chromium prints for a page in a window of some width, with a profile of its own."""
-    profile = page.parent / f"profile{width}"
-    told = subprocess.run(
-        [
-            CHROMIUM,
-            *FLAGS,
-            f"--user-data-dir={profile}",
-            f"--window-size={width},1600",
-            *more,
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={page.parent / f'profile{width}'}"]
+    command += [f"--window-size={width},1600", *more, page.as_uri()]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert told.returncode == 0, told.stderr
     return told.stdout
 

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 from normattn.errors import Interrupted, NormattnError
-from normattn.lab.training.loop import train
 from normattn.lab.training.task import StepReport
 
-from .toy import ToyTask, config, open_run
+from .toy import ToyTask, run
 
 
 def main() -> int:
@@ -22,14 +21,8 @@ def main() -> int:
         print(report.step, flush=True)
         time.sleep(pause)
 
-    settings = config(**options)
     try:
-        train(
-            lambda world: ToyTask(world, dropout),
-            settings,
-            open_run(out, settings),
-            on_step=on_step,
-        )
+        run(out, None, lambda world: ToyTask(world, dropout), {"on_step": on_step}, **options)
     except Interrupted as error:
         print(error, file=sys.stderr)
         return 130

@@ -17,11 +17,10 @@ import apart
 from normattn.errors import NormattnError
 from normattn.lab.training import StepReport, TrainingResult, train_model
 from normattn.lab.training.distributed import World
-from normattn.lab.training.loop import train
 from normattn.lab.training.step import TrainStep
 
 from .settings import small
-from .toy import ToyTask, config, open_run
+from .toy import ToyTask, run
 
 STEPS = 8
 # Single numbers (ReZero), vectors, and matrices whose rows do not divide by four.
@@ -113,8 +112,7 @@ class Bad(ToyTask):
 
 
 def diverge(rank: int, out: Path) -> None:
-    settings = config(steps=STEPS, parallel="fsdp")
-    train(Bad, settings, open_run(out, settings), show_progress=False)
+    run(out, task=Bad, steps=STEPS, parallel="fsdp")
 
 
 def without_room(rank: int, out: Path) -> TrainingResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError, Interrupted
-from normattn.lab.runs import RunDirectory, read_metrics
-from normattn.lab.training.config import CHANGEABLE, LoopConfig
-from normattn.lab.training.loop import train
+from normattn.lab.runs import read_metrics
+from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.task import Probe, StepReport, Task
 from normattn.terminal import Console
 
-from .toy import ToyTask, config, open_run
+from .toy import run
 
 REPORT = StepReport(10, 10, 1.23456, 0.5, 1e-3, {}, 640, 4321.0, 1.0)
 
@@ -83,38 +81,28 @@ class Counting:
             handle.remove()
 
 
-def run(path: Path, stop: int | None = None) -> list[dict[str, Any]]:
-    settings = config(steps=10, checkpoint_seconds=0.0)
-    steps = itertools.count(1)
-    train(
-        ToyTask,
-        settings,
-        open_run(path, settings),
-        probes=[Counting()],
-        should_stop=lambda: next(steps) == stop,
-        show_progress=False,
-    )
+def looked(path: Path, stop: int | None = None) -> list[dict[str, Any]]:
+    run(path, stop, given={"probes": [Counting()]}, steps=10, checkpoint_seconds=0.0)
     return read_metrics(path / "looks.jsonl")
 
 
 def test_a_probe_sees_the_step_and_the_model_after_it_stopped_or_not(tmp_path: Path) -> None:
     assert isinstance(Counting(), Probe)
-    lines = run(tmp_path / "whole")
+    lines = looked(tmp_path / "whole")
     assert [line["step"] for line in lines] == [4, 8, 10]
     assert {line["calls"] for line in lines} == {1}
     assert len({line["weight"] for line in lines}) == 3
     for stop in (5, 8):
         with pytest.raises(Interrupted):
-            run(tmp_path / f"{stop}", stop)
-        run(tmp_path / f"{stop}")
+            looked(tmp_path / f"{stop}", stop)
+        looked(tmp_path / f"{stop}")
         whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
         assert (tmp_path / f"{stop}" / "looks.jsonl").read_bytes() == whole
 
 
 def test_two_probes_of_one_name_are_refused(tmp_path: Path) -> None:
-    settings = config(steps=10)
     with pytest.raises(InputError, match="two probes would write one file"):
-        train(ToyTask, settings, open_run(tmp_path, settings), probes=[Counting(), Counting()])
+        run(tmp_path, given={"probes": [Counting(), Counting()]})
 
 
 # Trackers.
@@ -126,17 +114,8 @@ NAMES = {
 STEPS = 12
 
 
-def trained(path: Path, tracker: str | None, until: int = STEPS) -> None:
-    """Train with a tracker; up to `until`, where it is stopped by request."""
-    settings = config(steps=STEPS, track=tracker, checkpoint_seconds=1e9)
-    asked = iter(range(1, STEPS + 2))
-    train(
-        ToyTask,
-        settings,
-        RunDirectory.open(path, settings, "toy", changeable=CHANGEABLE),
-        show_progress=False,
-        should_stop=lambda: next(asked) >= until and until < STEPS,
-    )
+def trained(path: Path, tracker: str | None, until: int | None = None) -> None:
+    run(path, until, steps=STEPS, track=tracker, checkpoint_seconds=1e9)
 
 
 class Fake:

@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ import torch
 import apart
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics, read_status
-from normattn.lab.training.loop import train
 from normattn.lab.training.task import TrainingResult
 
+from . import toy
 from .toy import ToyTask, config, open_run
 
 DROPOUT = 0.2
@@ -26,21 +25,8 @@ CHILD = "import sys; from training.child import main; sys.exit(main())"
 
 
 def run(path: Path, stop_at: int | None = None, **changes: object) -> TrainingResult:
-    settings = config(**{"steps": STEPS, **changes})
-    step = 0
-
-    def should_stop() -> bool:
-        nonlocal step
-        step += 1
-        return stop_at is not None and step >= stop_at
-
-    return train(
-        lambda world: ToyTask(world, DROPOUT),
-        settings,
-        open_run(path, settings),
-        should_stop=should_stop,
-        show_progress=False,
-    )
+    changed = {"steps": STEPS, **changes}
+    return toy.run(path, stop_at, lambda world: ToyTask(world, DROPOUT), **changed)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +129,16 @@ def test_another_environment_is_said_in_one_line_and_kept(
 
 
 def test_an_export_that_failed_is_done_by_the_next_run(tmp_path: Path) -> None:
-    settings = config(steps=5)
     exported: list[object] = []
 
     def fail(_: object) -> None:
         raise InputError("no space left")
 
-    def finish(export: Callable[[object], None]) -> None:
-        opened = open_run(tmp_path, settings)
-        train(ToyTask, settings, opened, show_progress=False, export=export)
-
     with pytest.raises(InputError, match="no space left"):
-        finish(fail)
+        toy.run(tmp_path, given={"export": fail}, steps=5)
     status = read_status(tmp_path)
     assert status is not None
     assert status.state == "running"
-    finish(exported.append)
+    toy.run(tmp_path, given={"export": exported.append}, steps=5)
     assert len(exported) == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5

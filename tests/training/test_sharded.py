@@ -21,7 +21,6 @@ from normattn.errors import DivergedError, InputError, Interrupted
 from normattn.lab.runs import Checkpoints, read_metrics, read_status
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.loop import train
 from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
 from normattn.models import CausalLM
 
@@ -39,7 +38,7 @@ from .group import (
     without_room,
 )
 from .settings import small
-from .toy import ToyTask, config, open_run
+from .toy import run
 
 
 def losses(out: Path) -> list[float]:
@@ -140,27 +139,21 @@ def test_what_one_wrote_four_read_then_two_then_one(
     assert_like(out, alone)
 
 
-def test_stopped_and_gone_on_is_to_the_bit_what_was_never_stopped(tmp_path: Path) -> None:
+def test_half_precision_is_that_of_one_process_and_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Checkpoints are written while weights already change: what they hold is their own step's."""
-    changes = {**FSDP, "checkpoint_seconds": 0.0, "keep": [3]}
+    one, broken, whole = (tmp_path / name for name in ("one", "broken", "whole"))
+    half: dict[str, Any] = {"precision": "bf16", "keep": [3]}
+    sharded = {**FSDP, **half, "activation_checkpointing": True}
     for steps in (4, None):
-        said = together(2, go, tmp_path / "run", changes, steps)
-        assert len(said) == 2
-    together(2, go, tmp_path / "whole", FSDP | {"keep": [3]})
-    ours, whole = tmp_path / "run", tmp_path / "whole"
-    assert read_metrics(ours / "metrics.jsonl") == read_metrics(whole / "metrics.jsonl")
+        together(2, go, broken, {**sharded, "checkpoint_seconds": 0.0}, steps)
+    together(2, go, whole, sharded)
+    assert read_metrics(broken / "metrics.jsonl") == read_metrics(whole / "metrics.jsonl")
     for model in ("model", "kept/step-00000003"):
         file = f"{model}/model.safetensors"
-        assert (ours / file).read_bytes() == (whole / file).read_bytes()
-
-
-def test_half_precision_is_that_of_one_process(tmp_path: Path) -> None:
-    half = {"precision": "bf16"}
-    go(0, tmp_path / "one", {**CURVE, **half})
-    together(2, go, tmp_path / "two", {**FSDP, **half, "activation_checkpointing": True})
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert two == pytest.approx(one, rel=5e-3)
-    assert all(weight.dtype == torch.float32 for weight in weights(tmp_path / "two").values())
+        assert (broken / file).read_bytes() == (whole / file).read_bytes()
+    go(0, one, {**CURVE, **half})
+    assert losses(whole) == pytest.approx(losses(one), rel=5e-3)
+    assert all(weight.dtype == torch.float32 for weight in weights(whole).values())
 
 
 @pytest.mark.parametrize("split", [pytest.param(None, marks=pytest.mark.thorough), "heads"])
@@ -228,8 +221,7 @@ def test_a_killed_process_is_begun_again_and_the_curve_goes_on(tmp_path: Path) -
             for process in [*workers(), running]:
                 process.kill()
     assert running.returncode == 0, said
-    settings = config(steps=STEPS)
-    train(ToyTask, settings, open_run(tmp_path / "one", settings), show_progress=False)
+    run(tmp_path / "one", steps=STEPS)
     assert len(losses(tmp_path / "run")) == STEPS
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 

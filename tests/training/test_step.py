@@ -14,10 +14,9 @@ from normattn.errors import DivergedError, InputError
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig
 from normattn.lab.training.distributed import World
-from normattn.lab.training.loop import train
 from normattn.lab.training.step import StepValues, TrainStep
 
-from .toy import Block, ToyTask, config, open_run
+from .toy import Block, ToyTask, config, run
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -171,14 +170,8 @@ class BadTask(ToyTask):
 
 
 def diverge(path: Path, fault: str) -> DivergedError:
-    settings = config()
     with pytest.raises(DivergedError) as caught:
-        train(
-            lambda world: BadTask(world, fault),
-            settings,
-            open_run(path, settings),
-            show_progress=False,
-        )
+        run(path, task=lambda world: BadTask(world, fault))
     return caught.value
 
 

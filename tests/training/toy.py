@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from normattn.lab.runs import RunDirectory
-from normattn.lab.training.config import AdamWConfig, LoopConfig, ScheduleConfig
+from normattn.lab.training.config import CHANGEABLE, AdamWConfig, LoopConfig, ScheduleConfig
 from normattn.lab.training.distributed import World
+from normattn.lab.training.loop import train
+from normattn.lab.training.task import Task, TrainingResult
 
 VOCABULARY = 16
 ROWS = 8
@@ -83,4 +87,23 @@ def config(**changes: object) -> LoopConfig:
 
 
 def open_run(path: Path, settings: LoopConfig) -> RunDirectory:
-    return RunDirectory.open(path, settings, "toy", changeable=("threads", "checkpoint_seconds"))
+    return RunDirectory.open(path, settings, "toy", changeable=CHANGEABLE)
+
+
+def run(
+    path: Path,
+    stop: int | None = None,
+    task: Callable[[World], Task] = ToyTask,
+    given: Mapping[str, Any] | None = None,
+    **changes: object,
+) -> TrainingResult:
+    """Train the toy, with `given` to the loop; asked to stop after `stop` steps, it is."""
+    settings, asked = config(**changes), itertools.count(1)
+    return train(
+        task,
+        settings,
+        open_run(path, settings),
+        show_progress=False,
+        should_stop=lambda: next(asked) == stop,
+        **(given or {}),
+    )
