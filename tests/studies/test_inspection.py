@@ -15,7 +15,6 @@ from normattn.cli.inspect import inspect_model
 from normattn.cli.inspect_inputs import KINDS
 from normattn.cli.options import Inspect
 from normattn.errors import InputError
-from normattn.lab.data.relations import prepare_relations
 from normattn.lab.diagnostics.attention import attention_weights
 from normattn.lab.diagnostics.inspection import by_head, totals
 from normattn.lab.runs import RunDirectory
@@ -54,10 +53,8 @@ def translation(place: Path) -> TranslationConfig:
 def classification(place: Path) -> ClassificationConfig:
     corpus = str(write_relations(place / "relations", count=12))
     data = {"corpus": corpus, "vocab_size": 120, "max_tokens": 16}
-    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 1}, "data": data}
-    first = ClassificationConfig.parse(fields, "a test")
-    labels = len(prepare_relations(first.data).labels)
-    config = ClassificationConfig.parse({**fields, "model": {**MODEL, "labels": labels}}, "a test")
+    fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
+    config = ClassificationConfig.parse(fields, "a test")
     train_model(config, place / "classification", show_progress=False)
     return config
 
@@ -76,6 +73,22 @@ def layers(measured: pl.DataFrame) -> list[str]:
     return [name for _, name in found]
 
 
+def read(run: Path, config: Any) -> tuple[Any, Any]:
+    """The model, and what is read of its data."""
+    model = load_any(run / "model")
+    return model, KINDS[RunDirectory.existing(run).kind][1](
+        config, Inspect(run=run, windows=3), model
+    )
+
+
+def assert_entropies(measured: pl.DataFrame, weights: list[dict[str, torch.Tensor]]) -> None:
+    """They are the means of those of the weights of each text, pair by pair."""
+    for layer, name in enumerate(layers(measured)):
+        rows = [-torch.special.xlogy(each[name], each[name]).sum(-1) for each in weights]
+        expected = torch.cat(rows, -1).mean(-1)
+        assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
 def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Path) -> None:
     run = place / "translation"
     measured = look(run, tmp_path / "out", bins=1)
@@ -83,19 +96,11 @@ def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Pat
         *("encoder.0.mixer", "encoder.1.mixer"),
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
-    model = load_any(run / "model")
-    read = KINDS[RunDirectory.existing(run).kind][1]
-    found = read(translation, Inspect(run=run, windows=3), model)
-    entropy: dict[str, list[torch.Tensor]] = {}
-    for row in found.rows:
-        for name, alpha in attention_weights(model, row, found.read, found.length).items():
-            entropy.setdefault(name, []).append(-torch.special.xlogy(alpha, alpha).sum(-1))
-            queries, keys = found.words(name)
-            if row is found.rows[0]:
-                assert alpha.shape[1:] == (len(queries), len(keys))
-    for layer, name in enumerate(layers(measured)):
-        expected = torch.cat(entropy[name], -1).mean(-1)
-        assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
+    model, found = read(run, translation)
+    weights = [attention_weights(model, row, found.read, found.length) for row in found.rows]
+    assert_entropies(measured, weights)
+    for name, alpha in weights[0].items():
+        assert alpha.shape[1:] == tuple(map(len, found.words(name)))
 
 
 def test_what_a_translator_does_not_take(place: Path, tmp_path: Path) -> None:
@@ -112,18 +117,10 @@ def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_pat
     measured = look(run, tmp_path / "out", cosines=True)
     assert measured["factor.texts"][0].startswith("3 validation documents of ")
     assert [len(by_head(measured, "entropy", layer)) for layer in (0, 1)] == [2, 2]
-    model = load_any(run / "model")
-    read = KINDS[RunDirectory.existing(run).kind][1]
-    rows = read(classification, Inspect(run=run, windows=3), model).rows
-    alone = [row[row != 0] for row in rows]  # The padding is piece 0.
+    model, found = read(run, classification)
+    alone = [row[row != 0] for row in found.rows]  # The padding is piece 0.
     assert len({len(row) for row in alone}) > 1
-    entropy: dict[str, list[torch.Tensor]] = {}
-    for row in alone:
-        for name, alpha in attention_weights(model, row, model, len(row)).items():
-            entropy.setdefault(name, []).append(-torch.special.xlogy(alpha, alpha).sum(-1))
-    for layer, name in enumerate(layers(measured)):
-        expected = torch.cat(entropy[name], -1).mean(-1)
-        assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
+    assert_entropies(measured, [attention_weights(model, row, model, len(row)) for row in alone])
 
 
 def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
