@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,12 @@ def fake_hub(
             raise ConnectionError("no route to host\nand much more")
         return SimpleNamespace(sha=commit)
 
-    hub: Any = SimpleNamespace(HfApi=lambda: SimpleNamespace(dataset_info=dataset_info))
-    loading: Any = SimpleNamespace(
-        load_dataset=load, get_dataset_split_names=lambda *_, **__: [*splits]
-    )
-    monkeypatch.setitem(sys.modules, "datasets", loading)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    api = SimpleNamespace(dataset_info=dataset_info)
+    names = {"load_dataset": load, "get_dataset_split_names": lambda *_, **__: [*splits]}
+    for library, holds in {"datasets": names, "huggingface_hub": {"HfApi": lambda: api}}.items():
+        module = ModuleType(library)
+        module.__dict__.update(holds)
+        monkeypatch.setitem(sys.modules, library, module)
 
 
 def make_split(lengths: Sequence[int], dtype: type = np.uint16) -> TokenSplit:

@@ -56,7 +56,11 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def written(out: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in out.glob("cells/**/*.*") if path.is_file()}
+    """When what was trained and what was measured was written."""
+    files = [
+        path for kind in ("parquet", "safetensors", "jsonl") for path in out.rglob(f"*.{kind}")
+    ]
+    return {path: path.stat().st_mtime_ns for path in files if path.is_relative_to(out / "cells")}
 
 
 def test_killed_in_the_middle_the_table_is_the_same(
