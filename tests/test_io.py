@@ -1,15 +1,21 @@
-"""Folders that are whole or absent, and never in the place of somebody else's."""
+"""Folders that are whole or absent; and what reaches the terminal from files."""
 
 from __future__ import annotations
 
 import errno
+import io
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 from safetensors import SafetensorError
 
+from normattn.__main__ import _format_warning
+from normattn.cli.failures import exit_code_of
 from normattn.errors import InputError
 from normattn.io import explain_os_errors, write_directory, write_text, write_with
+from normattn.lab.report.terminal import ProgressBar, print_line
+from normattn.terminal import Console, show, visible, warn
 
 
 def fill(folder: Path) -> None:
@@ -105,3 +111,44 @@ def test_what_is_no_refusal_of_the_system_stays_as_it_is() -> None:
         with pytest.raises(type(error)) as caught, explain_os_errors(Path("place")):
             raise error
         assert caught.value is error
+
+
+HOSTILE = "a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
+SHOWN = r"a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
+
+
+def test_what_prints_stays_and_the_rest_is_written_out() -> None:
+    assert visible("héllo λ 中\n\tx") == "héllo λ 中\n\tx"
+    assert visible(HOSTILE) == SHOWN
+    assert visible(visible(HOSTILE)) == SHOWN
+
+
+def test_every_way_to_the_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    show(HOSTILE)
+    warn(HOSTILE)
+    print_line(HOSTILE)
+    with ProgressBar() as bar:
+        bar.print_line(HOSTILE)
+    exit_code_of(InputError(HOSTILE))
+    said = capsys.readouterr()
+    assert said.out.count(r"\x1b]0;owned") == 2
+    assert said.err.count(r"\x1b]0;owned") == 3
+    assert "\x1b" not in said.out + said.err
+    assert "\x1b" not in _format_warning(UserWarning(HOSTILE), UserWarning, "file", 1)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_table_keeps_its_own_colours_alone(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(
+        file=out, force_terminal=terminal, width=100, color_system="standard" if terminal else None
+    )
+    table = Table("name")
+    table.add_row(HOSTILE)
+    console.print(table)
+    console.print("[bold]title[/]")
+    written = out.getvalue()
+    assert r"\x1b]0;owned" in written
+    assert "\x1b]" not in written
+    assert "\x9b" not in written
+    assert ("\x1b[1mtitle" in written) is terminal
