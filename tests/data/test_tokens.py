@@ -30,7 +30,7 @@ from normattn.lab.data.sources import Corpus, Document
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import CopyTask, DataConfig, TokenData, prepare_tokens
 
-from .helpers import COMMIT, fake_hub, write_folder
+from .helpers import write_folder
 
 AS_COMMAND = """
 import os, sys
@@ -202,43 +202,25 @@ def test_a_file_that_is_cut_short_under_a_training_ends_it_with_one_sentence(
     assert re.search(r"train\.tokens was cut short while it was in use", last)
 
 
-@pytest.mark.parametrize("failing", ["connection", "disk"])
-def test_a_build_that_fails_keeps_what_it_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    rows = [{"text": f"row {i} of the quick brown fox {i * i} " * 20} for i in range(300)]
-    readings, syncs, fsync = [0], [0], os.fsync
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def load(*_: Any, **__: Any) -> Iterator[dict[str, str]]:
-        readings[0] += 1  # the first one is the tokeniser's
-        for number, row in enumerate(rows):
-            if failing == "connection" and readings[0] == 2 and number == 290:
-                raise ConnectionError("reset by peer")
-            yield row
 
+def disconnect() -> None:
+    raise InputError("reset by peer")
+
+
+def fill_the_disk() -> None:
     def full(handle: int) -> None:
-        syncs[0] += 1
-        if failing == "disk" and syncs[0] == 60:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(handle)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    fake_hub(monkeypatch, load)
-    monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(store, "CHECKPOINT_BYTES", 4000)
-    made = config(f"hf:me/data?revision={COMMIT}")
-    cache = tmp_path / "cache"
-    with pytest.raises(InputError, match=r"reset by peer|no space left on the disk"):
-        prepare_tokens(made, cache)
-    assert 0 < progress(cached(cache))["items"] < 300
-    data = prepare_tokens(made, cache)
-    assert readings[0] == 3, "the tokeniser is kept"
-    assert data.fingerprint == prepare_tokens(made, tmp_path / "other").fingerprint
-    name = cached(cache).name
-    assert {path.name for path in cache.iterdir()} == {name, f"{name}.lock"}
+    os.fsync = full
 
 
-def generated(count: int, fatal: int | None = None, fails: Path | None = None) -> Corpus:
-    """Documents that are made as they are read; at `fatal` the process ends."""
+def generated(
+    count: int, fatal: int | None = None, fails: Path | None = None, fault: Any = kill
+) -> Corpus:
+    """Documents that are made as they are read; at `fatal` there is a fault."""
 
     def documents(limit: int | None = None) -> Iterator[Document]:
         second = fails is not None and fails.exists()
@@ -246,7 +228,7 @@ def generated(count: int, fatal: int | None = None, fails: Path | None = None) -
             fails.touch()  # the first reading is the tokeniser's
         for i in range(count):
             if second and i == fatal:
-                os.kill(os.getpid(), signal.SIGKILL)
+                fault()
             yield Document(f"d{i}", "" if i % 50 == 7 else f"{i} lorem ipsum " * 30)
 
     return Corpus(documents, lambda: str(count))
@@ -264,7 +246,10 @@ def _prepare(corpus: Corpus, cache: Path, log: Path) -> None:
 
     setattr(Tokeniser, "encode_batch", counting)  # noqa: B010
     with warnings.catch_warnings(record=True) as raised:
-        prepare_tokens(config("generated"), cache)
+        try:
+            prepare_tokens(config("generated"), cache)
+        except InputError as error:
+            raise SystemExit(str(error)) from error
     log.with_suffix(".warnings").write_text("\n".join(str(one.message) for one in raised))
 
 
@@ -283,16 +268,24 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"}
 
 
-def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_preparation_that_is_killed_or_fails_goes_on_to_the_same_bytes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log"
     assert code_of_builder(generated(300), tmp_path / "one", log) == 0
     one = cached(tmp_path / "one")
-    for fatal in (0, 150, 290):
-        killed = generated(300, fatal, tmp_path / "fails")
-        assert code_of_builder(killed, tmp_path / "two", log) == -signal.SIGKILL
+    for fatal, fault, code, said in (
+        (0, kill, -signal.SIGKILL, ""),
+        (100, disconnect, 1, "reset by peer"),
+        (200, fill_the_disk, 1, "no space left on the disk"),
+        (290, kill, -signal.SIGKILL, ""),
+    ):
+        failing = generated(300, fatal, tmp_path / "fails", fault)
+        assert code_of_builder(failing, tmp_path / "two", log) == code
+        assert said in capfd.readouterr().err
     begun = cached(tmp_path / "two")
     kept = progress(begun)
-    assert 100 < kept["items"] < 290
+    assert 200 <= kept["items"] < 290
     log.write_text("")
     assert code_of_builder(generated(300), tmp_path / "two", log) == 0
     assert log.read_text() == "t" * (294 - kept["items"])
