@@ -1,16 +1,28 @@
-"""What the folder of a study decides: work that is done, its page, and never which code runs."""
+"""What a user's own files decide: the folder of a study, a study file; and never which code runs.
+
+The study of docs/adding-a-study.md is run as a user runs it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 
-from normattn.lab.stats import measurements
+from normattn.errors import InputError
+from normattn.lab.report.view import View
+from normattn.lab.stats import Identity, concat, measurements, sums, with_identity
+from normattn.lab.studies import find, find_typed, names, summary
+from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
+from normattn.lab.sweep.run import CORPUS, Request
 from studies.conftest import FINISHED, run
 from studies.test_sweep import result
 
@@ -200,3 +212,171 @@ def test_a_study_file_that_fails_is_named_with_its_line(
     if case != "is not valid Python":
         assert "Traceback" in said
         assert "normattn/" not in said.replace(str(tmp_path), "")
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
+
+
+@pytest.fixture
+def own_study(tmp_path: Path) -> Path:
+    found = re.search(r"<!-- file: my_study.py -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    path = tmp_path / "my_study.py"
+    path.write_text(found[1])
+    return path
+
+
+def test_a_study_of_ones_own_is_run_and_reported_again(
+    own_study: Path,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(own_study.parent)
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    few = ("--set", "training.steps=5", "--seeds", "3", "--out", out)
+    assert run("reproduce", "./my_study.py", "--preset", tiny, *few) == 0, capsys.readouterr()
+    table = json.loads((out / "table.json").read_text())
+    assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
+    assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
+    assert table["claims"][0]["verdict"] in ("confirmed", "contradicted", "not confirmed")
+    text = (out / "table.md").read_text()
+    assert text.startswith("# Twice as long\n")
+    made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
+    assert made_by in text
+    assert (out / "report.html").is_file()
+    assert (out / "figures" / "columns.png").is_file()
+    (out / "table.md").unlink()
+    alone.mkdir()
+    for name in ("config.json", "measurements.parquet"):
+        shutil.copy(out / name, alone / name)
+    for folder in (out, alone):
+        assert run("report", folder) == 2
+        assert "--study" in capsys.readouterr().err
+        assert run("report", folder, "--study", "my_study.py") == 0, capsys.readouterr()
+        assert (folder / "table.md").read_text() == text
+
+
+def test_a_study_imports_from_its_own_folder(
+    own_study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (own_study.parent / "of_my_own.py").write_text('QUESTION = "Does my component help?"\n')
+    named = own_study.read_text().replace(
+        '    question="Do normalised keys let a model handle twice its training length?",',
+        "    question=QUESTION,",
+    )
+    own_study.write_text("from of_my_own import QUESTION\n" + named)
+    assert find_typed(str(own_study)).page.question == "Does my component help?"
+
+
+def test_the_studies_of_the_library_are_found_by_their_files() -> None:
+    assert {"continue", "keynorm", "mechanism", "window", "reading"} <= set(names())
+    for name in names():
+        assert summary(name).endswith(("?", ")", ".")), name
+        study = find(name)
+        assert study.name == name
+        assert study.page.question
+        assert study.help
+
+
+def test_the_command_of_a_page_can_be_typed() -> None:
+    asked = {CORPUS: "my texts", "training.steps": 5, "continued.keep": [1, 4]}
+    assert find("continue").command({"preset": "laptop", "changed": asked}) == (
+        "normattn reproduce continue --preset laptop --corpus 'my texts' "
+        "--set training.steps=5 --set 'continued.keep=[1, 4]'"
+    )
+    again = [{"variants": "KNA,CosA", "seeds": "2"}, {"seeds": "7,"}]
+    assert find("keynorm").command({"asked": again}) == (
+        "normattn reproduce keynorm --preset laptop --variants KNA,CosA --seeds 2 && "
+        "normattn reproduce keynorm --preset laptop --seeds 7,"
+    )
+    assert find("keynorm").command({"seeds": 1}) == "normattn reproduce keynorm --preset laptop"
+    # No settings are known: nobody typed that.
+    assert find("keynorm").command({}) == ""
+    assert find("extend").command({}) == "normattn extend MODEL"
+    read = {"model": "my model", "text": ["a.txt", "b.txt"], "lengths": [64, 128], "windows": 3}
+    assert find("extend").command(read) == (
+        "normattn extend 'my model' --text a.txt --text b.txt --lengths 64,128 --windows 3"
+    )
+    looked = {"run": "runs/kna", "text": None, "windows": 8}
+    assert find("inspect").command(looked) == "normattn inspect runs/kna --windows 8"
+
+
+def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean keynorm"):
+        find("keynrom")
+    with pytest.raises(InputError, match=r"nothing\.py does not exist"):
+        find_typed(str(tmp_path / "nothing.py"))
+    path = tmp_path / "empty.py"
+    path.write_text("x = 1\n")
+    with pytest.raises(InputError, match="STUDY"):
+        find_typed(str(path))
+
+
+def test_a_variant_changes_settings_of_its_training(tiny: Path) -> None:
+    study = Study(
+        "wide",
+        question="Does width matter?",
+        variants=["KNA", Variant("KNA-short", "KNA", {"steps": 3})],
+        evals=[Eval(lengths=(1, 2))],
+        columns={"at L": Metric("accuracy").at(1)},
+    )
+    sweep = study.resolve(Request(preset=str(tiny), seeds=(0, 1)))
+    steps = {run.name: run.training_config.steps for run in sweep.runs}
+    plain = steps["KNA seed 0"]
+    assert plain != 3
+    assert steps == {
+        **{f"KNA seed {seed}": plain for seed in (0, 1)},
+        **{f"KNA-short seed {seed}": 3 for seed in (0, 1)},
+    }
+    scores = {run.training_config.model_dump(mode="json")["model"]["score"] for run in sweep.runs}
+    assert len(scores) == 1
+
+
+def test_a_second_eval_is_refused() -> None:
+    with pytest.raises(InputError, match="2 evals"):
+        Study("two", "Which?", variants=["KNA"], evals=[Eval(lengths=(1,)), Eval(lengths=(2,))])
+
+
+def test_metrics_are_added_and_subtracted() -> None:
+    """Three documents of one model at two lengths: sums made by hand."""
+    names = ("a", "b", "c")
+    measured = concat(
+        with_identity(
+            Identity("own", row, row, 0, "non_repeated" if n > 4 else "train_length", n, 4),
+            [sums("accuracy", names, right, np.full(3, 10))],
+        )
+        for row, n, right in (
+            *(("Baseline", 4, [5, 6, 7]), ("Baseline", 8, [2, 3, 4])),
+            *(("KNA", 4, [5, 5, 8]), ("KNA", 8, [4, 6, 8])),
+        )
+    )
+    view, acc = View(measured), Metric("accuracy")
+    lost = acc.at(1) - acc.at(2)
+    assert view.estimate(lost.at(variant="Baseline")).value == pytest.approx(30)  # type: ignore[union-attr]
+    gap = lost.at(variant="Baseline") - lost.at(variant="KNA")
+    assert view.estimate(gap).value == pytest.approx(30)  # type: ignore[union-attr]
+    assert view.estimate(0.5 * gap).value == pytest.approx(15)  # type: ignore[union-attr]
+    assert view.estimate(acc.at(2) - acc.at(2, variant="KNA"), {"row": "KNA"}) is None
+    assert view.estimate(acc.at(16, variant="KNA")) is None
+    with pytest.raises(InputError, match="itself"):
+        Claim("nothing", (acc.at(2) - acc.at(2, variant="Baseline")).at(variant="KNA"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (Metric("acuracy").at(1), "did you mean accuracy"),
+        (Metric("accuracy").at(1, variant="KNAA"), "no variant is called 'KNAA'"),
+        (Metric("accuracy").at(8), "8 is no length of its Eval, which has 1, 2"),
+    ],
+)
+def test_what_a_study_never_measures_is_refused_at_once(metric: Metric, said: str) -> None:
+    """In a column and in a claim, which would vanish from the page without a word."""
+    own: dict[str, Any] = {"variants": ["Baseline", "KNA"], "evals": [Eval(lengths=(1, 2))]}
+    with pytest.raises(InputError, match=said):
+        Study("own", question="?", columns={"x": metric}, **own)
+    with pytest.raises(InputError, match=said):
+        Study("own", question="?", claims=[Claim("x", metric - Metric("loss").at(2))], **own)
