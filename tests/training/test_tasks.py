@@ -301,18 +301,6 @@ def test_the_cost_of_each_kind(made: dict[str, Settings]) -> None:
         ("translation", {"model": {"source_vocab": 5}}, "source_vocab"),
         ("translation", {"batch_size": 3}, "batch_size"),
         ("translation", {"label_smoothing": 1.0}, "label_smoothing"),
-    ],
-)
-def test_settings_that_cannot_be(
-    made: dict[str, Settings], kind: str, changes: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(InputError, match=said):
-        made[kind](**changes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "said"),
-    [
         ("causal", {"data": {"corpus": "absent.txt", "vocab_size": 300}}, r"absent\.txt"),
         ("vision", {"model": {"height": 4}}, "model.height is 4, but the images of .* have 8"),
         ("vision", {"model": {"classes": 7}}, "model.classes is 7, but .* have 10"),
