@@ -113,6 +113,7 @@ def test_what_is_no_refusal_of_the_system_stays_as_it_is() -> None:
         assert caught.value is error
 
 
+# The terminal.
 HOSTILE = "a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
 SHOWN = r"a\x1b]0;owned\x07b\x9bc\x7f\u202ed\re"
 

@@ -129,6 +129,7 @@ def test_a_warning_is_a_sentence_and_bars_of_libraries_are_for_terminals(
     assert said == "warning: the cache is damaged\n"
 
 
+# What a command or a module imports, by name: time is another thing on each machine.
 SLOW = {"matplotlib", "sympy", "transformers", "torch._dynamo", "torch._inductor", "triton"}
 """What takes a second or more to import, and what no listing, help or protocol needs."""
 PROGRAM = """

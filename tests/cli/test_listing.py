@@ -111,6 +111,7 @@ def test_what_is_said_to_be_excluded_is_refused() -> None:
                 ScoreSpec.parse(text, train_length=512).resolve(factor=8)
 
 
+# `demo`: plain RoPE collapses past its training length, and the methods rescue it.
 ROOT = Path(__file__).parents[2]
 
 

@@ -159,6 +159,7 @@ def test_rows_read_to_other_lengths_by_position() -> None:
     assert "–" not in [*shown["short"][:2], *shown["long"]]
 
 
+# Damaged runs.
 def _folder(file: Path) -> None:
     file.unlink()
     file.mkdir()

@@ -84,6 +84,7 @@ def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
     assert "generated tokens of synthetic:copy" in said.sentence
 
 
+# `evaluate`.
 def records(run: Path) -> dict[str, int]:
     """Each record's name and when it was written."""
     return {path.name: path.stat().st_mtime_ns for path in run.glob("evaluations/*.parquet")}
@@ -149,6 +150,7 @@ def test_every_method(command: Command, run: Path) -> None:
         assert sentence in said.out
 
 
+# `inspect`.
 SHARES = ("beyond_share", "angle_share")
 
 

@@ -255,6 +255,7 @@ def test_shares_that_would_lose_rows_are_refused(kind: str, share: int, shares: 
         KINDS[kind](0).batch(1, share, shares)
 
 
+# Images.
 def shape(height: int, width: int, channels: int, classes: int) -> dict[str, int]:
     return {"height": height, "width": width, "channels": channels, "classes": classes}
 

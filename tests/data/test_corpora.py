@@ -265,6 +265,7 @@ def test_the_fingerprint_sees_changes_but_not_the_place(tmp_path: Path) -> None:
     assert write(tmp_path / "c", "TEXT") != first
 
 
+# The frozen corpus.
 SAMPLE = ("h2", "sqlparse", "toolz")
 SAMPLE_TEXT = "b5528fabca02a792fda8e267919167b4a41965f0d5bdeeb13cb971325de57c25"
 SAMPLE_TOKENS = "101db4c151068ab901a1e5cf9de28c953f32efb7d94828f7de15b1077bf3a79a"

@@ -206,6 +206,7 @@ def test_cut_by_sentence_where_the_corpus_has_no_splits(tmp_path: Path) -> None:
         prepare_pairs(config.model_copy(update={"test_fraction": 0.0}), tmp_path / "cache")
 
 
+# Relations.
 SOURCE = '''
 import os, sys
 import numpy as np

@@ -139,6 +139,7 @@ def test_too_short_documents_and_bad_numbers_are_refused() -> None:
         last_segment_sets(split, 4, multiples=())
 
 
+# Retrieval sets.
 L = 64
 
 

@@ -153,6 +153,7 @@ def test_ci_runs_the_second_command_of_the_readme(tmp_path: Path) -> None:
     assert said.returncode == 1
 
 
+# The site; building it whole is a check of its own.
 SITE_PAGES = ROOT / "scripts" / "site_pages.py"
 
 

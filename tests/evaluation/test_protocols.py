@@ -212,6 +212,7 @@ def test_an_unwritable_store_is_said(tmp_path: Path) -> None:
         )
 
 
+# Retrieval through scorers that copy, guess, or are right elsewhere only.
 L = 64
 
 

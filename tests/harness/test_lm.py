@@ -174,6 +174,7 @@ def test_arguments_that_cannot_be(
         NormattnLM(**given)
 
 
+# Our tasks.
 @pytest.mark.parametrize("task", RETRIEVAL)
 def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
     """By looking up every asked name among the lines of the text."""

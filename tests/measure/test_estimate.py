@@ -267,6 +267,7 @@ def test_the_mean_of_seeds_has_students_interval() -> None:
     assert estimate_over_seeds({3: 1.0}).low is None
 
 
+# Frames.
 def test_windows_of_one_document_are_added_up() -> None:
     rows = sums("loss", ["a", "b", "a"], [1.0, 2.0, 4.0], [1.0, 1.0, 3.0])
     found = {unit: (s, of) for unit, s, of in rows.select("unit", "sum", "of").rows()}

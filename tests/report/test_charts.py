@@ -107,6 +107,7 @@ def test_four_lines_that_end_far_apart_are_highlighted() -> None:
     assert {"Baseline", "CosA-logn"} <= ends
 
 
+# The page as HTML.
 HOSTILE = "</script><script>alert('1')</script><img src=x onerror=alert(2)>\"&{{ 7*7 }}"
 VOID = {"meta", "input", "link", "br", "img"}
 

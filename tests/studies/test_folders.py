@@ -214,6 +214,7 @@ def test_a_study_file_that_fails_is_named_with_its_line(
         assert "normattn/" not in said.replace(str(tmp_path), "")
 
 
+# Studies in files.
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
 
 

@@ -287,6 +287,7 @@ def test_the_loss_early_in_training_is_paired_over_seeds(
         assert found.difference.half_width == pytest.approx(4.30265 * 10 / 3**0.5, rel=1e-4)
 
 
+# The precondition below a table of language models.
 L, LONGEST, COUNT = 4, 16, 40
 EDGES = [*range(0, LONGEST + 1, 2)]
 NOISE = np.random.default_rng(0).normal(0, 0.5, COUNT)

@@ -242,6 +242,7 @@ def test_what_cannot_be_divided_is_refused(changes: dict[str, Any], said: str) -
     assert len(str(refused.value).splitlines()) == 1
 
 
+# A training that cannot fit into memory is refused before anything is allocated.
 CPU = torch.device("cpu")
 
 

@@ -119,6 +119,7 @@ def test_gradients_that_overflow_are_taken_again_with_half_the_scale() -> None:
     assert values.gradient_norm == pytest.approx(wanted.gradient_norm, rel=5e-3)
 
 
+# Steps that are not finite.
 BAD_STEP = 7
 
 

@@ -153,6 +153,7 @@ def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
     assert "the test split has no document" in capfd.readouterr().err
 
 
+# Training that goes on from a saved model.
 METHOD = "PI(factor=4)"
 
 

@@ -164,6 +164,7 @@ def test_every_score_that_is_accepted_is_bounded(score: str) -> None:
     assert seen[1] == pytest.approx(0.7, rel=1e-6)
 
 
+# nGPT's unit weights.
 NGPT: dict[str, Any] = {**SMALL["model"], "score": "NGPT-RotateFirst", "placement": "nGPT"}
 
 
