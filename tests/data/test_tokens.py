@@ -211,7 +211,7 @@ def disconnect() -> None:
 
 
 def fill_the_disk() -> None:
-    def full(handle: int) -> None:
+    def full(fd: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     os.fsync = full
