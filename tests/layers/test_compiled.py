@@ -92,7 +92,7 @@ def check(text, how):
         torch._dynamo.maybe_mark_dynamic(x, 2)
     whole = "named" not in how or "whole" in how
     # Tracing is what may fail here; the other cases run the compiled backward pass too.
-    backend = "eager" if how == "once" or "named" in how else "aot_eager"
+    backend = "aot_eager" if how == "marked" else "eager"
     return worst(layer, given, whole, True if "dynamic" in how else None, backend)
 
 def decoded(text, tokens=16):
