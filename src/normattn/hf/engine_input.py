@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -285,20 +286,35 @@ def _parse_command(
 
 def _words(text: str, file: str) -> list[str]:
     """The words of a command, or of the commands, options and variables in a YAML file."""
-    import yaml
-
     content = None
-    if re.search(r"^\s*(-\s|[\w-]+:(\s|$))", text, re.MULTILINE):
-        with suppress(yaml.YAMLError):
-            content = yaml.safe_load(text)
     try:
+        if re.search(r"^\s*(-\s|[\w-]+:(\s|$))", text, re.MULTILINE):
+            content = _read_yaml(text)
         if isinstance(content, Mapping | list):
             return list(_unquoted(_yaml_words(content)))
         return list(_unquoted(shlex.split(text.replace("\\\n", " "), comments=True)))
     except RecursionError:
-        raise InputError(f"{file} is YAML that contains itself") from None
-    except ValueError as error:
-        raise InputError(f"{file} is no command line: {error}") from error
+        raise InputError(f"{file} is YAML that contains itself, or is nested too deeply") from None
+    except (TypeError, ValueError) as error:  # PyYAML raises these for a date that is none
+        raise InputError(f"{file} is no command line and no YAML: {error}") from error
+
+
+def _read_yaml(text: str) -> Any:
+    """The content of YAML, None for other text; `ValueError` where aliases make it too long."""
+    import yaml
+
+    @cache
+    def count_values(node: yaml.Node) -> int:
+        items = node.value if isinstance(node.value, list) else ()
+        pairs = isinstance(node, yaml.MappingNode)
+        return 1 + sum(map(count_values, itertools.chain(*items) if pairs else items))
+
+    with suppress(yaml.YAMLError):
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if count_values(node) > _MAX_BYTES:
+            raise ValueError("its aliases repeat too many values")
+        return loader.construct_document(node)
 
 
 def _unquoted(arguments: Iterable[str]) -> Iterator[str]:
