@@ -113,6 +113,17 @@ def test_an_extended_model_is_trained_by_the_trainer(tmp_path: Path) -> None:
     assert "attention_largest/model.layers.1.self_attn" in trainer.state.log_history[0]
 
 
+def test_a_training_that_fails_is_no_longer_observed(tmp_path: Path) -> None:
+    model = build("Llama")
+    trainer = _trainer(tmp_path, model, normattn.hf.AttentionCallback(every=1))
+    hook = model.lm_head.register_forward_pre_hook(lambda *_: torch.zeros(1, 3))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    hook.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_hooks
+
+
 def test_a_callback_that_would_be_silent_is_refused() -> None:
     """Weights & Biases and TensorBoard would not see what stands in the history alone."""
     arguments = transformers.TrainingArguments(report_to=[])

@@ -29,6 +29,7 @@ from normattn.hf.plan import rotates_inside
 from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, hide_unselected
 from normattn.hf.rotations import HeadRotation
 from normattn.kernels import AttentionInputs, attend
+from normattn.kernels.stats import announce_layer
 from normattn.layers.cache import Room
 from normattn.layers.checks import AttentionArguments
 from normattn.layers.plan import AttentionPlan
@@ -236,9 +237,6 @@ class ExtendedLayer:
             ),
         )
         cache = self._key_cache(k) if masked.groups is None and sizes[0] < sizes[1] else None
-        if self._before_rotation is not None:
-            factors = (factor.to(q.device) for factor in self._before_rotation)
-            q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))
         if scaling != self.scaling:
             q = q * (scaling / self.scaling)
         if masked.groups is None:
@@ -275,6 +273,12 @@ class ExtendedLayer:
         """Attention at the positions of `masked`; keys that the cache holds are not rotated."""
         score, positions, rotated = self.score, masked.positions, None
         cache = cache if positions.regular else None
+        padding = masked.mask.padding
+        query_padding = padding if q.shape[2] == k.shape[2] else None
+        announce_layer(score, q, k, query_padding, padding, positions.query, positions.key)
+        if self._before_rotation is not None:
+            factors = (factor.to(q.device) for factor in self._before_rotation)
+            q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))
         if cache is not None and self.blockwise:
 
             def rotated(num_keys: int, block: int) -> Tensor:

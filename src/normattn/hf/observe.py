@@ -52,8 +52,10 @@ def collect_statistics(model: nn.Module) -> Iterator[AttentionStatistics]:
 
 
 def paths(model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
-    """The path of every module of a model."""
-    return {module: (path,) for path, module in model.named_modules()}
+    """The path of every module of a model, also by the score of an extended layer."""
+    modules = {module: (path,) for path, module in model.named_modules()}
+    extended = {x: path for x, path in modules.items() if LAYER_ATTRIBUTE in x.__dict__}
+    return modules | {x.__dict__[LAYER_ATTRIBUTE].score: path for x, path in extended.items()}
 
 
 def _attend(
@@ -67,10 +69,7 @@ def _attend(
 ) -> tuple[Tensor, Any]:
     """The layer's own attention, and the same with normattn's kernel for the observers."""
     observed: Tensor | None = None
-    if LAYER_ATTRIBUTE in module.__dict__:  # an extended layer runs normattn's kernel itself
-        positions = Positions.of(query.shape[2], key.shape[2], True, query.device)
-        announce_layer(module, query, key, None, None, positions.query, positions.key)
-    elif observers():
+    if observers() and LAYER_ATTRIBUTE not in module.__dict__:  # an extended layer reports itself
         with torch.no_grad():
             observed = _attend_observed(module, query, key, value, attention_mask, kwargs)
     out = attention(module, query, key, value, attention_mask, **kwargs)
@@ -119,10 +118,9 @@ def _convert_mask(
     module: nn.Module, q: Tensor, num_keys: int, mask: Tensor | None, kwargs: Mapping[str, Any]
 ) -> tuple[AttentionMask, Bool[Tensor, "b s"] | None]:
     """transformers' mask (None, a token mask or a pair mask) as normattn's, and padding keys."""
-    num_queries = q.shape[2]
-    positions = torch.arange(num_keys, device=q.device)
-    queries = positions[num_keys - num_queries :]
-    if mask is not None and mask.dim() == 4:
+    num_queries, padding = q.shape[2], None
+    pairs = mask is not None and mask.dim() == 4
+    if mask is not None and pairs:
         mask = mask[..., :num_keys]
         if mask.dtype != torch.bool:
             hidden = hidden_keys(mask)
@@ -130,16 +128,16 @@ def _convert_mask(
             mask = torch.where(hidden, -torch.inf, mask) if adds else ~hidden
         visible = mask if mask.dtype == torch.bool else mask > -torch.inf
         unseen = ~visible.any(1).any(1)
-        padded = bool(unseen.any()) and num_queries == num_keys
-        pair_mask = AttentionMask(False, queries, positions, False, attn_mask=mask)
-        return pair_mask, unseen if padded else None
+        padding = unseen if bool(unseen.any()) and num_queries == num_keys else None
+    elif mask is not None:
+        padding = ~mask[:, -num_keys:].bool()
+    positions = Positions.of(num_queries, num_keys, True, q.device, padding)
+    queries, keys = positions.query, positions.key
+    if pairs:
+        return AttentionMask(False, queries, keys, False, attn_mask=mask), padding
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    padding = None if mask is None else ~mask[:, -num_keys:].bool()
     if not causal or num_queries < 2:
-        return AttentionMask(False, queries, positions, False, padding), padding
-    causal_positions = Positions.of(num_queries, num_keys, True, q.device)
-    regular, window = causal_positions.regular and padding is None, kwargs.get("sliding_window")
-    return AttentionMask(
-        True, causal_positions.query, causal_positions.key, regular, padding, window=window
-    ), padding
+        return AttentionMask(False, queries, keys, False, padding), padding
+    window = kwargs.get("sliding_window")
+    return AttentionMask(True, queries, keys, positions.regular, padding, window=window), padding
