@@ -164,6 +164,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),
     ("SelfExtend", {"group": 2, "factor": 2}, "takes no factor"),
     ("ReRoPE", {"size": 3}, "'size'"),
+    ("LeakyReRoPE", {"factor": float("inf")}, "factor must be a number of at least 1"),
+    ("SelfExtend", {"factor": float("nan")}, "factor must be a number of at least 1"),
+    ("ReRoPE", {"train_length": "8"}, "whole number of at least 2, but it is '8'"),
     ("ReRoPE", {"train_length": 1}, "a training length must be a whole number of at least 2"),
     ("YaRN-ReRoPE", {"factor": 2}, "cannot be combined"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -449,6 +450,14 @@ BAD: dict[str, tuple[str, str, str]] = {
         "beta_fast must be a number above 0",
     ),
     "a YAML in itself": ("told", "a: &a [*a]\nctx-size: 5", "contains itself"),
+    "a YAML of aliases": (
+        "told",
+        "a: &a [x]\n"
+        + "".join(f"{x}: &{x} [{3 * f'*{y},'}]\n" for y, x in pairwise("abcdefghijklmnop")),
+        "its aliases repeat too many values",
+    ),
+    "a date that is none": ("told", "a: 2024-13-45\nctx-size: 5", "month must be in 1..12"),
+    "a key that is a date": ("told", "hf-overrides: {2024-01-01: 3}", "not datetime.date"),
     "an override of a number": (
         "told",
         "vllm serve m --hf-overrides.rope_parameters 3 --hf-overrides.rope_parameters.factor 2",

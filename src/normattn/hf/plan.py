@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ def _resolve_method(
     if "factor" not in fields:
         factor = parameters.pop("factor", None)
     invalid = isinstance(factor, bool) or not isinstance(factor, int | float | None)
-    if factor is not None and (invalid or factor < 1):
+    if factor is not None and (invalid or not 1 <= factor < math.inf):
         raise InputError(f"factor must be a number of at least 1, but it is {factor!r}")
     unresolved = ScoreSpec.parse("Baseline").with_method(method, **parameters)
     length = unresolved.train_length if train_length is None else train_length

@@ -120,6 +120,8 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     Raises `InputError` for a model that cannot be recorded at all; for a layer that cannot be
     identified, `lacks` says why.
     """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 2:
+        raise InputError(f"tokens must be a whole number of at least 2, but it is {tokens!r}")
     parts = model_parts(model)
     if (extension := parts.decoder.__dict__.get(HANDLE)) is not None:
         raise InputError(

@@ -52,6 +52,7 @@ def read(text: str) -> tuple[list[NamedPart], int | None]:
 
 def agreed_length(text: str, length: int | None, requested: int | None) -> int | None:
     """The training length of a score or the requested one; `InputError` if they differ."""
+    requested = None if requested is None else check_train_length(requested)
     if None not in (length, requested) and length != requested:
         raise InputError(f"{text!r} has a training length of {length}, but {requested} was given")
     return requested if length is None else length
