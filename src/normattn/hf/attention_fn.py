@@ -27,7 +27,7 @@ from normattn.errors import InputError
 from normattn.hf.masks import MaskedPositions, masked_positions
 from normattn.hf.plan import rotates_inside
 from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, hide_unselected
-from normattn.hf.rotations import HeadRotation
+from normattn.hf.rotations import HeadRotation, method_gain
 from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.stats import announce_layer
 from normattn.layers.cache import Room
@@ -175,12 +175,7 @@ class ExtendedLayer:
     Queries and keys arrive rotated by the model, unless the method rotates inside attention.
     """
 
-    def __init__(
-        self,
-        spec: ScoreSpec,
-        layer: Layer,
-        memory: ForwardMemory,
-    ) -> None:
+    def __init__(self, spec: ScoreSpec, layer: Layer, memory: ForwardMemory) -> None:
         q, k = layer.call.q, layer.call.k
         self.memory = memory
         self.rotation = rotation = layer.rotation if rotates_inside(spec) else None
@@ -198,19 +193,12 @@ class ExtendedLayer:
                 start=rotation.layout.start,
             )
             parts += [position, *(part for part in spec.parts if part.when != "training-time")]
-            scaling = spec.rope_scaling
-            gain = 1.0 if scaling is None else scaling.gain(spec.train_length)
-            self._before_rotation = _feature_factors(rotation, gain)
+            self._before_rotation = _feature_factors(rotation, method_gain(spec))
             if rotation.gains is not None:
                 self._after_rotation = (rotation.gains[0] * rotation.gains[1]).reciprocal()
         self.score = Score(
             ScoreSpec(tuple(parts), spec.train_length), q.shape[1], q.shape[-1], k.shape[1]
         )
-
-    @property
-    def blockwise(self) -> bool:
-        """Whether blocks of rows have different rotations."""
-        return self.score.spec.blockwise
 
     def __call__(
         self,
@@ -279,7 +267,7 @@ class ExtendedLayer:
         if self._before_rotation is not None:
             factors = (factor.to(q.device) for factor in self._before_rotation)
             q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))
-        if cache is not None and self.blockwise:
+        if cache is not None and score.spec.blockwise:
 
             def rotated(num_keys: int, block: int) -> Tensor:
                 def rotate(first: int) -> Tensor:
@@ -377,7 +365,7 @@ def attention_function(
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}
-    run = _run_uncompiled if layer.blockwise else type(layer).__call__
+    run = _run_uncompiled if layer.score.spec.blockwise else type(layer).__call__
     out = run(layer, query, key, value, attention_mask, position_ids, scale, settings)
     return out.transpose(1, 2).contiguous(), None
 

@@ -67,7 +67,10 @@ class AttentionCallback(TrainerCallback):
         if state.is_world_process_zero and (step == 1 or step % self.every == 0):
             model = more["model"]
             self._statistics = self._open.enter_context(collect_statistics(model))
-            hook = model.register_forward_hook(self._stop_after_error, always_call=True)
+            # A training whose forward raises ends without another call.
+            hook = model.register_forward_hook(
+                lambda *call: self._open.close() if call[-1] is None else None, always_call=True
+            )
             self._open.callback(hook.remove)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -95,8 +98,3 @@ class AttentionCallback(TrainerCallback):
         """Stop observing."""
         self._statistics = None
         self._open.close()
-
-    def _stop_after_error(self, model: Any, args: Any, output: Any) -> None:
-        """Stop observing where a forward raises, because the training ends without a call."""
-        if output is None:
-            self.on_train_end(None, None, None)

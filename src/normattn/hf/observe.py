@@ -52,10 +52,9 @@ def collect_statistics(model: nn.Module) -> Iterator[AttentionStatistics]:
 
 
 def paths(model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
-    """The path of every module of a model, also by the score of an extended layer."""
-    modules = {module: (path,) for path, module in model.named_modules()}
-    extended = {x: path for x, path in modules.items() if LAYER_ATTRIBUTE in x.__dict__}
-    return modules | {x.__dict__[LAYER_ATTRIBUTE].score: path for x, path in extended.items()}
+    """The path of every module of a model, for an extended layer by its score."""
+    names = ((x.__dict__.get(LAYER_ATTRIBUTE), x, path) for path, x in model.named_modules())
+    return {x if layer is None else layer.score: (path,) for layer, x, path in names}
 
 
 def _attend(

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from normattn.errors import InputError
-from normattn.hf.model_parts import (
-    ModelParts,
-    known_length,
-    model_parts,
-    refuse_length_dependent,
-)
+from normattn.hf.model_parts import ModelParts, known_length, model_parts, refuse_length_dependent
 from normattn.hf.native import refuse_applied
 from normattn.hf.probe import Layer, probe
 from normattn.hf.rope_detection import detect_layers, has_rotary_module

@@ -64,9 +64,7 @@ _IMPLEMENTATIONS: dict[str, str] = {}
 
 @contextmanager
 def recording(
-    model: nn.Module,
-    recorder: Recorder,
-    keep_implementation: bool = False,
+    model: nn.Module, recorder: Recorder, keep_implementation: bool = False
 ) -> Iterator[Masks]:
     """Pass every attention call in `model` to `recorder` while inside; yields the recorded masks.
 
@@ -209,9 +207,7 @@ class AttentionCall:
 
 
 def run_recorded(
-    model: Any,
-    on_call: Callable[[AttentionCall], Tensor | None],
-    **inputs: Any,
+    model: Any, on_call: Callable[[AttentionCall], Tensor | None], **inputs: Any
 ) -> Any:
     """Run the model in evaluation mode, and pass every attention call to `on_call`.
 
@@ -282,7 +278,7 @@ class Layer:
         assert self.rotation is not None
         assert self.table_format is not None
         theta = method_frequencies(spec, self.rotation)
-        return theta.abs(), self.table_format.amplitude * method_gain(spec)
+        return theta.abs(), self.table_format.amplitude * method_gain(spec) ** 0.5
 
     @property
     def selects(self) -> bool:

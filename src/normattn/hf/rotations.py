@@ -258,6 +258,5 @@ def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor,
 
 
 def method_gain(spec: ScoreSpec) -> float:
-    """A method's factor of cos and sin, the square root of its factor of the logits."""
-    gain = 1.0 if spec.rope_scaling is None else spec.rope_scaling.gain(spec.train_length)
-    return float(gain**0.5)
+    """A method's factor of the logits, the square of its factor of cos and sin."""
+    return 1.0 if spec.rope_scaling is None else float(spec.rope_scaling.gain(spec.train_length))
