@@ -468,6 +468,7 @@ def test_the_score_of_an_extended_model_is_not_read() -> None:
     with normattn.extend(model, "ReRoPE", window=3), pytest.raises(InputError, match="remove"):
         normattn.score_of(model)
     assert normattn.score_of(model).verified
-    for count in (1, True, 2.5):
+    counts: tuple[Any, ...] = (1, True, 2.5)
+    for count in counts:
         with pytest.raises(InputError, match="tokens must be a whole number of at least 2"):
             normattn.score_of(model, tokens=count)
