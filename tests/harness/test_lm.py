@@ -160,6 +160,7 @@ def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
         ({"pretrained": "LLAMA", "windw": 2}, "windw"),
         ({"run": "RUN", "method": "YARN"}, "did you mean YaRN"),
         ({"run": "RUN", "method": "YaRN", "factor": 0.5}, "factor is 0.5"),
+        ({"run": "RUN", "method": "SelfExtend", "factor": float("nan")}, "factor is nan"),
         ({"run": "RUN", "gguf_file": "x"}, "gguf_file belongs to pretrained"),
         ({"run": "RUN", "dtype": "int8"}, "dtype is 'int8'"),
         ({"run": "RUN", "max_length": 0}, "max_length is 0"),

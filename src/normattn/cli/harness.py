@@ -234,6 +234,6 @@ def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, A
         raise InputError("factor is given without a method= whose parameter it could be")
     parameters = {name: options.pop(name) for name in sorted(names & options.keys())}
     factor: Any = parameters.get("factor", 1)
-    if isinstance(factor, bool | str) or factor < 1:
+    if isinstance(factor, bool | str) or not 1 <= factor < float("inf"):
         raise InputError(f"factor is {factor!r}; expected a number of at least 1")
     return parameters
