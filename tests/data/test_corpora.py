@@ -225,6 +225,8 @@ def test_a_wrong_address_is_refused(address: str, message: str) -> None:
         ),
         ("empty/nothing.png", b"", "empty' holds no file of a known kind"),
         ("plain.txt?field=body", b"x", "plain text has no fields"),
+        ("one.json", b'{"text": "x"}', "expected one array of objects"),
+        ("one.json?field=body", b'[{"text": "x"}]', "no field 'body'"),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from normattn import InputError
+from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.score import norms as module
@@ -123,6 +124,16 @@ def test_first_and_second_derivatives_by_finite_differences(kind: str, learned: 
     inputs = (x, *(p.detach().clone().requires_grad_() for p in ours.parameters()))
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
+
+
+@pytest.mark.parametrize(
+    "layer", [LayerNorm(8), RMSNorm(8, gain=False), DyT(8), Derf(8), SwiGLU(8), GELU(8)], ids=str
+)
+def test_another_width_is_refused(layer: nn.Module) -> None:
+    for x in (torch.ones(2, 3, 16), torch.ones(2, 1), torch.ones(2, 8, dtype=torch.long)):
+        with pytest.raises(InputError, match="input must be"):
+            layer(x)
+    assert layer(torch.ones(0, 8)).shape == (0, 8)
 
 
 @pytest.mark.parametrize("kind", [DyT, Derf])

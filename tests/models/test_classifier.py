@@ -70,3 +70,9 @@ def test_a_saved_classifier_comes_back(tmp_path: Path) -> None:
     assert torch.equal(again(ids, padding), model(ids, padding))
     with pytest.raises(InputError, match="from 1 to 30; this model's vocabulary is 0 to 29"):
         again(torch.tensor([[1, 30]]))
+    labels = torch.tensor([[0, 1, 0, 1], [1, 1, 0, 0]])
+    torch.testing.assert_close(
+        again.loss(ids, padding, labels), again.loss(ids, padding, labels.float())
+    )
+    with pytest.raises(InputError, match=r"labels must be \(2, 4\)"):
+        again.loss(ids, padding, labels[:, :3])

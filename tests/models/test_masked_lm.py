@@ -124,3 +124,13 @@ def test_bad_input() -> None:
         _model(layers=1, exits=True)
     with pytest.raises(InputError, match="causal attention only"):
         _model(score="Baseline-ReRoPE(window=4)")
+    text, one = torch.zeros(1, 6, dtype=torch.long), torch.ones(1, 1, dtype=torch.long)
+    for places, targets, said in (
+        (6 * one, one, "places run from 6 to 6; expected 0 to 5"),
+        (-one, one, "places run from -1 to -1"),
+        (one, VOCABULARY * one, "targets run from 23 to 23; expected 0 to 22"),
+        (one, torch.ones(1, 2), "targets must be int64"),
+        (one[:, :0], one[:, :0], "no target"),
+    ):
+        with pytest.raises(InputError, match=said):
+            model.loss(text, places, targets)

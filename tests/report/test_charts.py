@@ -105,6 +105,11 @@ def test_four_lines_that_end_far_apart_are_highlighted() -> None:
     ends = {line["line"] for line in chosen["value"]}
     assert len(ends) == 4
     assert {"Baseline", "CosA-logn"} <= ends
+    lines = [Line(str(n), (Point(1.0, n / 10), Point(2.0, n / 10))) for n in range(9)]
+    lines[4] = Line("4", lines[4].points, control=True)
+    curves = Curves("c", "c", (Panel("", tuple(lines), "x", "y"),))
+    chosen = next(part for part in parts(vega_lite(curves)) if "select" in part)
+    assert {line["line"] for line in chosen["value"]} == {"0", "2", "4", "8"}
 
 
 # The page as HTML.

@@ -103,7 +103,7 @@ raises an error.
     placement: str | None = option(
         None,
         setting="model.placement",
-        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale or AttnRes.",
+        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale, AttnRes or nGPT.",
     )
     vocab_size: int | None = option(
         None, setting="data.vocab_size", min=2, help="Tokens of the tokeniser; text needs 257."

@@ -198,6 +198,6 @@ def _refuse_mixed(measured: pl.DataFrame) -> None:
         how = f"as {first} and as {second}" if scores else "with other last segments"
         raise InputError(
             f"{f'{row} with {method}' if method else row} was evaluated {how}, and a report has "
-            "one row for it: evaluate all runs once with the same lengths, or label them, as in "
-            "LABEL=RUN"
+            "one row for it: delete RUN/evaluations and evaluate all runs with the same lengths, "
+            "or label them, as in LABEL=RUN"
         )

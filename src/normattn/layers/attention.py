@@ -279,8 +279,8 @@ class Attention(SelfAttention):
 
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """Split x W_qkv into heads."""
-        heads = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
         keys = self.heads + self.kv_heads
+        heads = self.qkv(x).unflatten(-1, (keys + self.kv_heads, self.head_dim)).transpose(1, 2)
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None
 
     def output(self, o: Float[Tensor, "b out t d"], u: Tensor | None) -> Float[Tensor, "b t dim"]:

@@ -121,13 +121,12 @@ def check_positions(name: str, positions: Tensor | None, batch: int, tokens: int
     check_tensor(name, positions, "int64 or int32", (tokens,), (1 if shared else batch, tokens))
 
 
-def check_input(name: str, x: Tensor, width: int) -> None:
-    """Check that x is (B, T, width), in a type that kernels support."""
-    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != width:
-        actual = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise InputError(
-            f"{name} must be (batch, tokens, width) with a width of {width}, but it is {actual}"
-        )
+def check_input(name: str, x: Tensor, width: int, axes: int | None = 3) -> None:
+    """Check that x is (B, T, width), or (…, width) if `axes` is None, in a supported type."""
+    actual = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    if not isinstance(x, Tensor) or x.shape[-1:] != (width,) or x.dim() != (axes or x.dim()):
+        shape = "(…, width)" if axes is None else "(batch, tokens, width)"
+        raise InputError(f"{name} must be {shape} with a width of {width}, but it is {actual}")
     if x.dtype not in DTYPES:
         raise InputError(
             f"{name} must be float32, float64, bfloat16 or float16, but it is {x.dtype}"

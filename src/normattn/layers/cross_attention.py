@@ -107,7 +107,7 @@ class CrossAttention(nn.Module):
         """
         check_input("source", source, self.kv.in_features)
         check_tensor("padding", padding, "boolean", tuple(source.shape[:2]))
-        kv = self.kv(source).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        kv = self.kv(source).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
         spec = self.score.spec
         positions = _checked_positions(positions, spec, *source.shape[:2])
@@ -163,7 +163,7 @@ class CrossAttention(nn.Module):
         announce_layer(self.score, q, memory.raw, *padding, attended.query, attended.key)
         kernel = partial(attend, backend=backend)
         o = plan.attend(self.score, q, memory.keys, memory.values, args, kernel)
-        y: Tensor = self.out(o.transpose(1, 2).reshape(rows, x.shape[1], -1))
+        y: Tensor = self.out(o.transpose(1, 2).reshape(*x.shape[:2], self.out.in_features))
         return y
 
     @torch.no_grad()

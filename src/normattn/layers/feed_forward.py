@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from normattn.errors import require_sizes
+from normattn.layers.checks import check_input
 from normattn.plain import use_plain_ops
 
 # Rows per chunk without gradients, so that the hidden features stay in a core's cache. A multiple
@@ -40,6 +41,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Apply the layer to each position."""
+        check_input("a feed-forward layer's input", x, self.up.in_features, axes=None)
         if torch.is_grad_enabled() or use_plain_ops() or x.device.type != "cpu":
             return self._apply_rows(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -75,6 +77,7 @@ class GELU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Apply the layer to each position."""
+        check_input("a feed-forward layer's input", x, self.up.in_features, axes=None)
         y: Tensor = self.down(F.gelu(self.up(x)))
         return y
 

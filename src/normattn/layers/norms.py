@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError, require_sizes
 from normattn.kernels.numerics import at_least_float32
+from normattn.layers.checks import check_input
 from normattn.score.norms import rms_norm
 
 
@@ -33,6 +34,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
+        check_input("a norm's input", x, self.dim, axes=None)
         dtype = at_least_float32(x.dtype)
         gain, bias = (None if p is None else p.to(dtype) for p in (self.gain, self.bias))
         return F.layer_norm(x.to(dtype), (self.dim,), gain, bias, self.eps).to(x.dtype)
@@ -70,6 +72,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
+        check_input("a norm's input", x, self.dim, axes=None)
         if self.eps_placement == "inside":
             return rms_norm(x, self.gain, self.eps)
         rows = x.to(at_least_float32(x.dtype))
@@ -103,6 +106,7 @@ class DyT(nn.Module):
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Bound each number of `x`, then apply gain and bias."""
+        check_input("a norm's input", x, self.dim, axes=None)
         y = self.bounded(x.to(at_least_float32(x.dtype)))
         if self.gain is not None and self.bias is not None:
             y = y * self.gain + self.bias

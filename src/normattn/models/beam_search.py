@@ -65,8 +65,8 @@ def beam_search(
     """
     most = 1 if max_length is None else max_length
     require_sizes("translate", beam=beam, batch=batch, max_length=most)
-    if not (math.isfinite(length_penalty) and length_penalty >= 0):
-        raise InputError(f"length_penalty is {length_penalty}; it must be 0 or more")
+    if not 0 <= length_penalty <= 10:
+        raise InputError(f"length_penalty is {length_penalty}; it must be from 0 to 10")
     for number, source in enumerate(sources):
         if len(source) == 0:
             raise InputError(f"source {number} is empty; give it at least the end token")

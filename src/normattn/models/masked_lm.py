@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
+from normattn.kernels.numerics import host_can_read
+from normattn.layers.checks import check_tensor
 from normattn.layers.norms import LayerNorm
 from normattn.models.config import MaskedLMConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import AfterLayer, AttentionContext, TokenModel
-from normattn.models.utils import without_dropout
+from normattn.models.utils import checked_ids, without_dropout
 from normattn.plain import plain_operations
 
 # Small, so that the gradients of exits hardly change the norm for gradient clipping. Adam and Tiger
@@ -141,9 +143,13 @@ class MaskedLM(TokenModel):
         the last layer's, but the gradient also trains the exits.
         """
         # Without padding every target counts: no need to read them.
-        valid = slice(None) if key_padding is None else targets.flatten() >= 0
+        padded = key_padding is not None
+        expected = targets.clamp_min(0) if padded else targets
+        hidden, *exit_hidden = self._hidden_at(ids, places, expected, key_padding, backend)
+        valid = targets.flatten() >= 0 if padded else slice(None)
         labels = targets.flatten()[valid]
-        hidden, *exit_hidden = self._hidden_at(ids, places, key_padding, backend)
+        if not labels.numel():
+            raise InputError("there is no target to predict")
         with plain_operations(backend == "reference"):
             last = linear_cross_entropy(hidden.flatten(0, 1)[valid], self.head_weight, labels)
             head = self.head_weight.detach()
@@ -169,21 +175,35 @@ class MaskedLM(TokenModel):
         Dropout is off. A negative target has loss 0 and is not correct.
         """
         with without_dropout(self):
-            hidden, *exit_hidden = self._hidden_at(ids, places, key_padding)
+            expected, valid = targets.clamp_min(0), targets >= 0
+            hidden, *exit_hidden = self._hidden_at(ids, places, expected, key_padding)
         exits = (exit_(x) for exit_, x in zip(self.exits, exit_hidden, strict=True))
-        valid_targets, valid = targets.clamp_min(0).flatten(), targets >= 0
         scores = [
-            token_scores(x.flatten(0, 1), self.head_weight, valid_targets) for x in (hidden, *exits)
+            token_scores(x.flatten(0, 1), self.head_weight, expected.flatten())
+            for x in (hidden, *exits)
         ]
         correct = torch.stack([score.correct.view(targets.shape) & valid for score in scores])
         return MaskedScores(scores[0].loss.view(targets.shape) * valid, correct[0], correct[1:])
 
     def _hidden_at(
-        self, ids: Tensor, places: Tensor, key_padding: Tensor | None, backend: str = "auto"
+        self,
+        ids: Tensor,
+        places: Tensor,
+        targets: Tensor,
+        key_padding: Tensor | None,
+        backend: str = "auto",
     ) -> list[Tensor]:
         """The hidden vectors (B, M, D) at `places`: of the last layer, then of those with exits."""
-        if places.shape[0] != ids.shape[0]:
-            raise InputError(f"{ids.shape[0]} rows were given with places in {places.shape[0]}")
+        rows, length = checked_ids(ids).shape
+        check_tensor("places", places, "int64 or int32", (rows, *places.shape[1:2]))
+        check_tensor("targets", targets, "int64 or int32", tuple(places.shape))
+        # `take_along_dim` would read beyond the row.
+        for name, x, end in (("places", places, length), ("targets", targets, self.config.mask_id)):
+            if host_can_read(x) and bool(((x < 0) | (x >= end)).any()):
+                raise InputError(
+                    f"{name} run from {int(x.min())} to {int(x.max())}; expected 0 to {end - 1}"
+                )
+        places = places.long()
         exit_hidden: list[Tensor] = []
 
         def collect(layer: int, x: Tensor) -> None:

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.kernels.cross_entropy import LinearCrossEntropy, TokenScores
+from normattn.kernels.numerics import at_least_float32
+from normattn.layers.checks import check_tensor
 from normattn.models.config import VisionConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
@@ -85,26 +87,36 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"], *, backend: str = "auto"
     ) -> LinearCrossEntropy:
         """Mean cross-entropy of the `labels`, and correct predictions."""
-        logits = self(images, backend)
-        loss = F.cross_entropy(logits.float() if logits.element_size() == 2 else logits, labels)
-        return LinearCrossEntropy(loss, (logits.argmax(-1) == labels).sum(), loss.detach())
+        loss, correct = self._loss_and_correct(images, labels, "mean", backend)
+        return LinearCrossEntropy(loss, correct.sum(), loss.detach())
 
     @torch.no_grad()
     def scores(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"]) -> TokenScores:
         """Loss and correctness of every image, in evaluation mode, without gradients."""
         with without_dropout(self):
-            logits = self(images).float()
-        loss = F.cross_entropy(logits, labels, reduction="none")
-        return TokenScores(loss, logits.argmax(-1) == labels)
+            return TokenScores(*self._loss_and_correct(images, labels, "none"))
+
+    def _loss_and_correct(
+        self, images: Tensor, labels: Tensor, reduction: str, backend: str = "auto"
+    ) -> tuple[Tensor, Tensor]:
+        """The mean loss, or with `reduction` "none" the images' losses; and which are correct."""
+        logits = self(images, backend)
+        check_tensor("labels", labels, "int64 or int32", (len(images),))
+        logits = logits.to(at_least_float32(logits.dtype))
+        try:
+            loss = F.cross_entropy(logits, labels.long(), reduction=reduction)
+        except IndexError as error:
+            raise InputError(
+                f"labels run from {int(labels.min())} to {int(labels.max())}; this model's classes "
+                f"are 0 to {self.config.classes - 1}"
+            ) from error
+        return loss, logits.argmax(-1) == labels
 
     def _embed(self, images: Tensor) -> Tensor:
         config = self.config
         expected = (config.channels, config.height, config.width)
-        if images.ndim != 4 or tuple(images.shape[1:]) != expected:
-            raise InputError(
-                f"images must be (batch, channels, height, width) with {expected} behind the "
-                f"batch, but they are {tuple(images.shape)}"
-            )
+        rows = images.shape[:1] if isinstance(images, Tensor) else ()
+        check_tensor("images", images, "floating", (*rows, *expected))
         x: Tensor = self.patches(F.unfold(images, config.patch, stride=config.patch).mT)
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)

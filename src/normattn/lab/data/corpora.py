@@ -94,9 +94,9 @@ def text_files(path: str, field: str | None) -> Corpus:
     A folder is read recursively in the order of relative names, without hidden files and unknown
     suffixes. In a folder a text file is one document, unless it is larger than 1 MB or gzipped.
     Such files and a single text file are cut at line ends into documents of about 32 kB. Every row
-    of a JSON-lines, Parquet, CSV or TSV file is a document with its text in `field` (default
-    `text`). Names are relative, so that splits do not change when the folder moves. Raises
-    `InputError` if there is no file.
+    of a JSON-lines, Parquet, CSV or TSV file, and of a single JSON array, is a document with its
+    text in `field` (default `text`). Names are relative, so that splits do not change when the
+    folder moves. Raises `InputError` if there is no file.
     """
     root = expand_path(path)
     files = {root.name: root}
@@ -106,7 +106,7 @@ def text_files(path: str, field: str | None) -> Corpus:
     if not files:
         suffixes = " ".join(sorted(TEXT | ROWS))
         raise InputError(f"corpus {path!r} holds no file of a known kind (suffixes: {suffixes})")
-    if field is not None and not any(suffix_of(file) in ROWS for file in files.values()):
+    if field is not None and not any(_has_rows(file, root.is_dir()) for file in files.values()):
         raise InputError(f"corpus {path!r}: plain text has no fields; leave out ?field=")
     for file in files.values():  # A pipe is an error, not skipped.
         refuse_irregular(file, file_status(file).st_mode)
@@ -118,8 +118,13 @@ def text_files(path: str, field: str | None) -> Corpus:
     )
 
 
+def _has_rows(path: Path, in_folder: bool) -> bool:
+    """Whether a file holds rows. In a folder a .json file may hold anything, and is not read."""
+    return suffix_of(path) in ROWS or (suffix_of(path) == ".json" and not in_folder)
+
+
 def _read_file(field: str, in_folder: bool, name: str, path: Path) -> Iterator[Document]:
-    if suffix_of(path) in ROWS:
+    if _has_rows(path, in_folder):
         yield from rows_of(partial(_read_row, field), name, path, fields=[field])
     elif in_folder and not is_gzipped(path) and file_status(path).st_size <= WHOLE_BYTES:
         yield Document(name, read_text(path))

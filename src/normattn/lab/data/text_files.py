@@ -91,7 +91,7 @@ def _table_rows(path: Path, suffix: str, fields: Sequence[str] | None) -> Iterat
                 yield values
                 row += 1
     except (pl.exceptions.PolarsError, OSError, UnicodeDecodeError) as error:
-        reason = (str(error).strip().splitlines() or ["damaged"])[0]
+        reason = (str(error).strip().splitlines() or ["damaged"])[0][:200]  # It may quote a row.
         kind = suffix.removeprefix(".")
         raise InputError(f"{path} cannot be read as {kind}, from row {row}: {reason}") from error
 

@@ -86,7 +86,9 @@ def _curves(figure: Curves) -> Any:
     channels = {
         "color": _legend(alt.Color, lines, [_colour(order.index(name)) for name in families]),
         "strokeDash": _legend(
-            alt.StrokeDash, lines, [[6, 3] if line.dashed else [1, 0] for line in lines.values()]
+            alt.StrokeDash,
+            lines,
+            [[6, 3] if line.dashed or line.control else [1, 0] for line in lines.values()],
         ),
     }
     many = max(len(panel.lines) for panel in panels) > MANY_LINES
@@ -129,13 +131,14 @@ def _colour(position: int) -> str:
 
 
 def _highlighted(panels: Sequence[Panel]) -> list[str]:
-    """The lines to highlight: the first of each panel, and those that end farthest apart."""
+    """The lines to highlight: the first of each panel, controls, and those that end far apart."""
     highlighted: list[str] = []
     considered: set[str] = set()
     for panel in panels:
         ends = {line.label: line.points[-1].value for line in panel.lines if line.points}
         ends = {name: value for name, value in ends.items() if math.isfinite(value)}
-        chosen = [name for name in ends if name in highlighted]
+        kept = {*highlighted, *[*ends][:1], *(line.label for line in panel.lines if line.control)}
+        chosen = [name for name in ends if name in kept]
         candidates = [name for name in ends if name not in considered]
         while candidates and len(chosen) < HIGHLIGHTED:
             distance = {

@@ -28,12 +28,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel. Lines of one `family` share a colour; `dashed` distinguishes them."""
+    """A line of a panel. Lines of one `family` share a colour; `dashed` distinguishes them.
+
+    A `control` is dashed, and always highlighted.
+    """
 
     label: str
     points: tuple[Point, ...]
     family: str = ""
     dashed: bool = False
+    control: bool = False
 
 
 @dataclass(frozen=True)

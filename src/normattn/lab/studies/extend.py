@@ -48,7 +48,7 @@ from normattn.lab.studies.advice import (
     train_length,
 )
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import interval_figure
+from normattn.lab.studies.lm_report import CONTROL, interval_figure
 from normattn.score.spec import UNMODIFIED
 
 KIND, MEASUREMENTS = "extend", "measurements"
@@ -208,8 +208,8 @@ def _position_lines(view: View, metric: Metric) -> tuple[Line, ...]:
         plotted = bin_points(view, metric, where, lambda bin_: bin_[3])
         family = method.removesuffix("-logn+") or UNMODIFIED
         if plotted:
-            dashed = method not in ("", family)
-            lines.append(Line(name_of(method), plotted, family, dashed=dashed))
+            dashed, control = method not in ("", family), method == CONTROL
+            lines.append(Line(name_of(method), plotted, family, dashed, control))
     return tuple(lines)
 
 

@@ -354,7 +354,7 @@ def _by_method(
             plotted = curve({**where, "row": row, "method": applied})
             if plotted:
                 label = row if applied == method else row_of(row, applied).label
-                lines.append(Line(label, plotted, row, dashed=applied != method))
+                lines.append(Line(label, plotted, row, control=applied != method))
         panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
     return Curves(name, title, tuple(panels), first=COLOUR_ORDER)
 

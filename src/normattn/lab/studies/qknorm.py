@@ -299,7 +299,7 @@ def figures(view: View) -> list[Figure]:
     unigram_loss = unigram(view)
     if unigram_loss is not None:
         level = tuple(Point(rate, unigram_loss) for rate in multiples(view, RATES))
-        losses = (*losses, Line("unigram baseline", level, dashed=True))
+        losses = (*losses, Line("unigram baseline", level, control=True))
     accuracies = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
     rows = [
         Row(score, where)

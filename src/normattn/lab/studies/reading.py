@@ -129,7 +129,7 @@ def _by_position(view: View, row: str) -> Figure:
         for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER):
             curve = bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
             if curve:
-                lines.append(Line(method or UNMODIFIED, curve))
+                lines.append(Line(method or UNMODIFIED, curve, control=method == lm.CONTROL))
         axes: dict[str, Any] = {"log_x": True, "train_length": trained}
         panels.append(Panel(metric.title, tuple(lines), "position (tokens)", unit, **axes))
     name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
