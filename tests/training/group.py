@@ -78,6 +78,11 @@ def go(rank: int, out: Path, changes: Mapping[str, Any], stop: int | None = None
     )
 
 
+def go_with(rank: int, settings: Any, out: Path) -> None:
+    """Train these settings on this process of the group."""
+    train_model(settings, out, show_progress=False)
+
+
 def hold(rank: int, parallel: str) -> tuple[int, list[float]]:
     """Bytes of weights, gradients and moments here after two steps, and the losses of those."""
     size = torch.distributed.get_world_size()

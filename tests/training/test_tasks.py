@@ -33,6 +33,7 @@ from normattn.models.pretrained import load_as
 from normattn.models.translator import Translator
 from normattn.models.vision_transformer import VisionTransformer
 
+from .group import go_with, together
 from .settings import SMALL, small
 from .test_weights import NGPT
 
@@ -215,6 +216,16 @@ def test_a_translator_learns(tmp_path: Path, made: dict[str, Settings]) -> None:
     assert lines[-1]["accuracy"] > lines[0]["accuracy"]
     assert load_as(Translator, tmp_path / "model").config == config.model
     assert (tmp_path / "tokeniser.json").is_file()
+
+
+def test_sharded_processes_translate_like_one(tmp_path: Path, made: dict[str, Settings]) -> None:
+    """A decoder's keys of the source are computed outside its blocks' forward passes."""
+    config = made["translation"](steps=3, parallel="fsdp")
+    one, two = tmp_path / "1", tmp_path / "2"
+    go_with(0, config, one)
+    together(2, go_with, config, two)
+    curves = [[line["loss"] for line in read_metrics(out / "metrics.jsonl")] for out in (one, two)]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 def translating(config: Any, shards: int) -> Any:

@@ -5,9 +5,8 @@ Legend: B sources, r rows per source, T queries, S source tokens, H query and G 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,8 +31,7 @@ from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Keys and values of a source, for the queries of one layer.
 
     `keys` are normalised and rotated by the score `spec`; `raw` keys are only projected.
@@ -50,10 +48,7 @@ class Memory:
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or be left out."""
         # A tensor with one axis belongs to all sources.
-        tensors: dict[str, Any] = {
-            name: x[rows] for name, x in vars(self).items() if isinstance(x, Tensor) and x.dim() > 1
-        }
-        return replace(self, **tensors)
+        return Memory(*(x[rows] if isinstance(x, Tensor) and x.dim() > 1 else x for x in self))
 
 
 class CrossAttention(nn.Module):

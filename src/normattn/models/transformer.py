@@ -178,7 +178,7 @@ class Blocks(nn.ModuleList):
     ) -> tuple[Memory, ...]:
         """Compute keys and values of a source for the cross-attention of each block."""
         blocks: list[Any] = list(self)
-        return tuple(block.cross.sublayer.remember(source, padding, positions) for block in blocks)
+        return tuple(block.remember(source, padding, positions) for block in blocks)
 
     @property
     def specs(self) -> list[ScoreSpec]:
@@ -262,6 +262,12 @@ class Block(nn.Module):
         if self.cross is not None and cross_context is not None:
             x = self.cross(x, memory=memory, **cross_context._asdict())
         return x if self.feed_forward is None else self.feed_forward(x)
+
+    def remember(self, *source: Any) -> Memory:
+        """Compute keys and values for the cross-attention; a method that FSDP can wrap."""
+        cross: Any = self.cross
+        memory: Memory = cross.sublayer.remember(*source)
+        return memory
 
 
 def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> ResidualConnection:

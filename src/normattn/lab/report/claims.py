@@ -41,6 +41,8 @@ Verdict = Literal[
 class Claim:
     """A sentence, the metric that tests it, the source, and a description of the metric.
 
+    A metric without a method is that of the unmodified models.
+
     - `sign`: +1 where the sentence says that the metric is above 0, −1 for below.
     - `margin`: how far on the wrong side of 0 the sentence still holds.
     - `matters`: the smallest difference that would matter (None: any).
@@ -71,7 +73,7 @@ class Claim:
         if self.test is not None:
             return self.test(view)
         assert self.metric is not None
-        return view.finite_estimate(self.metric)
+        return view.finite_estimate(self.metric, {"method": ""})
 
 
 @dataclass(frozen=True)

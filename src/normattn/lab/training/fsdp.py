@@ -20,7 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from normattn.io import explain_os_errors
 from normattn.lab.runs import Checkpoint, Checkpoints
@@ -67,6 +71,7 @@ class Sharded(Parallel):
             if isinstance(module, Blocks):
                 for block in module:
                     fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+                    register_fsdp_forward_method(block, "remember")
         fully_shard(objective, mesh=mesh, ignored_params=scalars)
         return objective
 
