@@ -6,7 +6,7 @@ Legend: B sources, r rows per source, T queries, S source tokens, H query and G 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -48,7 +48,11 @@ class Memory(NamedTuple):
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or be left out."""
         # A tensor with one axis belongs to all sources.
-        return Memory(*(x[rows] if isinstance(x, Tensor) and x.dim() > 1 else x for x in self))
+        fields = self._asdict().items()
+        tensors: dict[str, Any] = {
+            name: x[rows] for name, x in fields if isinstance(x, Tensor) and x.dim() > 1
+        }
+        return self._replace(**tensors)
 
 
 class CrossAttention(nn.Module):
