@@ -240,15 +240,18 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
 ) -> None:
     monkeypatch.chdir(own_study.parent)
     out, alone = tmp_path / "out", tmp_path / "alone"
-    few = ("--set", "training.steps=5", "--seeds", "3", "--out", out)
+    few = ("--set", "training.steps=5", "--seeds", "3", "--methods", "unmodified,YaRN", "--out", out)
     assert run("reproduce", "./my_study.py", "--preset", tiny, *few) == 0, capsys.readouterr()
     table = json.loads((out / "table.json").read_text())
-    assert [row["row"] for row in table["tables"]["table"]] == ["Baseline", "KNA"]
-    assert table["tables"]["table"][1]["gap"]["seeds"] == [0, 1, 2]
+    rows = {row.pop("row"): row for row in table["tables"]["table"]}
+    assert [*rows] == ["Baseline", "Baseline-YaRN", "KNA", "KNA-YaRN"]
+    assert rows["KNA"]["gap"]["seeds"] == [0, 1, 2]
+    # A claim without a method is about the models as trained.
+    assert table["claims"][0]["difference"] == rows["KNA"]["gap"]
     assert table["claims"][0]["verdict"] in ("confirmed", "contradicted", "not confirmed")
     text = (out / "table.md").read_text()
     assert text.startswith("# Twice as long\n")
-    made_by = "reproduce ./my_study.py --preset ./tiny.toml --set training.steps=5 --seeds 3`"
+    made_by = "--preset ./tiny.toml --set training.steps=5 --methods unmodified,YaRN --seeds 3`"
     assert made_by in text
     assert (out / "report.html").is_file()
     assert (out / "figures" / "columns.png").is_file()

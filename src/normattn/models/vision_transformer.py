@@ -114,9 +114,9 @@ class VisionTransformer(nn.Module):
 
     def _embed(self, images: Tensor) -> Tensor:
         config = self.config
-        expected = (config.channels, config.height, config.width)
         rows = images.shape[:1] if isinstance(images, Tensor) else ()
-        check_tensor("images", images, "floating", (*rows, *expected))
+        sizes = config.channels, config.height, config.width
+        check_tensor("images", images, "floating", (*rows, *sizes))
         x: Tensor = self.patches(F.unfold(images, config.patch, stride=config.patch).mT)
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)

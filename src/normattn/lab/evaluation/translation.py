@@ -49,20 +49,19 @@ def translate(
     """
     order = np.argsort(split.source.lengths, kind="stable").tolist()
     texts = [""] * len(split)
-    with torch.inference_mode(), without_dropout(model):
-        for part in batches(len(order), batch):
-            chosen = order[part]
-            translations = beam_search(
-                model,
-                [split.source_ids(index) for index in chosen],
-                beam=beam,
-                length_penalty=length_penalty,
-                batch=batch,
-            )
-            for index, hypotheses in zip(chosen, translations, strict=True):
-                ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
-                texts[index] = tokeniser.decode(ids).strip()
-            progress(min(part.stop, len(texts)), len(texts))
+    for part in batches(len(order), batch):
+        chosen = order[part]
+        translations = beam_search(
+            model,
+            [split.source_ids(index) for index in chosen],
+            beam=beam,
+            length_penalty=length_penalty,
+            batch=batch,
+        )
+        for index, hypotheses in zip(chosen, translations, strict=True):
+            ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
+            texts[index] = tokeniser.decode(ids).strip()
+        progress(min(part.stop, len(texts)), len(texts))
     return texts
 
 
