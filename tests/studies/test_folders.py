@@ -240,7 +240,8 @@ def test_a_study_of_ones_own_is_run_and_reported_again(
 ) -> None:
     monkeypatch.chdir(own_study.parent)
     out, alone = tmp_path / "out", tmp_path / "alone"
-    few = ("--set", "training.steps=5", "--seeds", "3", "--methods", "unmodified,YaRN", "--out", out)
+    methods = ("--methods", "unmodified,YaRN")
+    few = ("--set", "training.steps=5", "--seeds", "3", *methods, "--out", out)
     assert run("reproduce", "./my_study.py", "--preset", tiny, *few) == 0, capsys.readouterr()
     table = json.loads((out / "table.json").read_text())
     rows = {row.pop("row"): row for row in table["tables"]["table"]}
