@@ -11,7 +11,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,15 @@ import psutil
 import pytest
 
 from normattn.errors import InputError, Interrupted
+from normattn.lab.studies import find
 from normattn.lab.sweep import clusters, launchers
 from normattn.lab.sweep.clusters import Ray, RemoteJob, Slurm
 from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, Outcome, run_jobs
 from normattn.lab.sweep.planner import SweepProgress
-from studies.conftest import FINISHED, run
-from studies.test_sweep import SECONDS, result, wait_until
+from normattn.lab.sweep.run import Request
+from normattn.lab.sweep.runner import reproduce
+from studies.conftest import Start
+from studies.test_sweep import SECONDS, result, wait_for_training, wait_until
 from undrawn import undraw
 
 # Ray puts its workers behind everything else on a machine; the tests wait for them.
@@ -259,39 +264,80 @@ def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
         remote()
 
 
-BEGINS_AGAIN = """
-import os, pathlib, sys, time
-begun = pathlib.Path({path!r})
-if begun.exists():
-    sys.exit(0)
-begun.write_text(str(os.getpid()))
-time.sleep(120)
-"""
-
-
-def test_a_job_whose_ray_node_is_lost_is_begun_on_another(tmp_path: Path, cluster: Any) -> None:
-    # Of two cores: the job has no room on the first node.
-    nodes, begun, lost = [node(cluster, cpus=2) for _ in "ab"], tmp_path / "begun", list[int]()
-    raylets = {each.all_processes["raylet"][0].process.pid: each for each in nodes}
-
-    def lose(running: Any, ended: Any) -> None:
-        if not lost and begun.exists() and begun.read_text():
-            above = [each.pid for each in psutil.Process(int(begun.read_text())).parents()]
-            lost.extend(raylets.keys() & above)
-            cluster.remove_node(raylets[lost[0]], allow_graceful=False)
-
-    one = job(tmp_path, "one", WATCHES_ITS_PARENT + BEGINS_AGAIN.format(path=str(begun)))
-    ended = run_jobs([one], Ray(address=cluster.address, cpus=2), 1, Needs(), lose)
-    assert (len(lost), [outcome.code for outcome in ended]) == (1, [0])
-
-
-def test_a_study_under_another_launcher_is_the_same(
-    tiny: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
+    tiny: Path, tmp_path: Path, cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
     undraw(monkeypatch)
-    elsewhere = ("--launcher", "slurm", "--set", "launcher.cluster=local", "--out", tmp_path)
-    assert run("reproduce", "keynorm", "--preset", tiny, *FINISHED, *elsewhere) == 0
-    assert result(tmp_path) == result(finished)
+    command = ("reproduce", "keynorm", "--preset", tiny, "--variants", "KNA-logn")
+    rest = ("--methods", "unmodified", "--set", "training.steps=150", "--out", whole)
+    assert start(*command, *rest, cells_here=True).end().code == 0
+    request = Request(
+        preset=str(tiny),
+        variants=("KNA-logn",),
+        methods=("unmodified",),
+        out=out,
+        changes={"training.steps": 150},
+    )
+
+    with ThreadPoolExecutor() as beside:
+        stopping = beside.submit(interrupt_once_training, out)
+        with pytest.raises(Interrupted, match="SIGINT with 1 of 1 jobs unfinished"):
+            reproduce(study, replace(request, launcher=Slurm(cluster="local")))
+        stopping.result()
+
+        before = {path: path.read_text() for path in out.glob("jobs/*/*/.lock")}
+        # Of two cores: the job has no room on the first node.
+        losing = beside.submit(lose, cluster, [node(cluster, cpus=2) for _ in "ab"], out, before)
+        assert (
+            reproduce(study, replace(request, launcher=Ray(address=cluster.address, cpus=2))) == []
+        )
+        lock, holder = losing.result()
+    # The cell was begun again, elsewhere, by another process than the one that lost its node.
+    assert lock.read_text() != holder
+    assert result(out) == result(whole)
+    metrics = "cells/KNA-logn/seed0/metrics.jsonl"
+    assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
+
+
+def interrupt_once_training(out: Path) -> None:
+    """As Ctrl-C does, in the middle of a cell, which is held still until it is told to save."""
+    wait_for_training(out, steps=5)
+    (cell,) = (path.read_text().split()[0] for path in out.glob("jobs/*/*/.lock"))
+    psutil.Process(int(cell)).suspend()
+    os.kill(os.getpid(), signal.SIGINT)
+
+    def told() -> bool:
+        status = Path(f"/proc/{cell}/status").read_text().split("ShdPnd:")[1].split()[0]
+        return bool(int(status, 16) >> (signal.SIGTERM - 1) & 1)
+
+    wait_until(told)
+    psutil.Process(int(cell)).resume()
+
+
+def lose(cluster: Any, nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Path, str]:
+    """Take away the node of a cell in its middle; the cell's lock, and who held it."""
+    lost, lock, holder = wait_until(lambda: cell_on(nodes, out, before))
+    cell = psutil.Process(int(holder.split()[0]))
+    cell.suspend()  # So that it cannot end before its node does.
+    cluster.remove_node(lost, allow_graceful=False)
+    cell.resume()
+    return lock, holder
+
+
+def cell_on(nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Any, Path, str] | None:
+    """A node that has a cell now, the cell's lock, and what that says."""
+    raylets = {each.all_processes["raylet"][0].process.pid: each for each in nodes}
+    for path in out.glob("jobs/*/*/.lock"):
+        said = path.read_text()
+        if not said or said == before.get(path):
+            continue
+        with suppress(psutil.NoSuchProcess):  # It ended meanwhile.
+            above = {process.pid for process in psutil.Process(int(said.split()[0])).parents()}
+            for raylet in above & raylets.keys():
+                if path.with_name("progress.json").exists():
+                    return raylets[raylet], path, said
+    return None
 
 
 @pytest.mark.parametrize(
