@@ -30,6 +30,7 @@ SAMPLE = (
     "nanochat",  # turns the other way
     "granitemoehybrid",  # beside layers without attention
     "exaone4",  # no positions where it sees everything
+    "zamba2",  # shared attention layers, with layer_idx −1
     "axk2",  # an indexer
     "gptj",  # attention of its own
 )

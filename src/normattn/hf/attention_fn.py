@@ -98,7 +98,7 @@ def cache_hook(memory: ForwardMemory) -> Callable[..., None]:
 
         cache, index = kwargs.get("past_key_values"), getattr(module, "layer_idx", None)
         layers = cache.layers if type(cache) is DynamicCache else ()
-        layer: Any = layers[index] if index is not None and index < len(layers) else None
+        layer: Any = layers[index] if index is not None and 0 <= index < len(layers) else None
         initialised = type(layer) is DynamicLayer and layer.is_initialized
         memory.keep("cache", (layer, layer.keys) if initialised else None)
 
