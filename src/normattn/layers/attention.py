@@ -280,7 +280,7 @@ class Attention(SelfAttention):
     def operands(self, x: Float[Tensor, "b t dim"]) -> Operands:
         """Split x W_qkv into heads."""
         keys = self.heads + self.kv_heads
-        heads = self.qkv(x).unflatten(-1, (keys + self.kv_heads, self.head_dim)).transpose(1, 2)
+        heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim)).transpose(1, 2)
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:], None
 
     def output(self, o: Float[Tensor, "b out t d"], u: Tensor | None) -> Float[Tensor, "b t dim"]:
