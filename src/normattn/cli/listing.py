@@ -94,7 +94,7 @@ def describe(name: str, part: type[Part]) -> dict[str, Any]:
 
     Parameters have their defaults, and their values in an example with L = 512 and factor 8.
     """
-    compatible, spec = combinations()[name], example(name)
+    compatible, spec = combinations(name), example(name)
     instance = next(candidate for candidate in spec.parts if candidate.slot is part.slot)
     return {
         "name": name,

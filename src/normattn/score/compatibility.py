@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,31 +29,34 @@ def example(name: str) -> ScoreSpec:
     return next(spec for spec, _, _ in _attempts((parts()[name],)) if spec is not None)
 
 
-@cache
-def combinations() -> Mapping[str, Combinations]:
-    """The combinations of every component; two of one type never combine and are not listed."""
+def combinations(name: str) -> Combinations:
+    """The combinations of a component; two of one type never combine and are not listed."""
     known = parts()
-    excludes: dict[str, dict[str, str]] = {name: {} for name in known}
-    beside: dict[str, list[str]] = {name: [] for name in known}
-    for first, second in itertools.combinations(known.values(), 2):
+    excludes: dict[str, str] = {}
+    beside: list[str] = []
+    names = list(known)
+    for other in names:
+        first, second = (known[each] for each in sorted((name, other), key=names.index))
         if first.slot is second.slot:
             continue
-        reasons: list[str] = []
-        fillers: tuple[str, ...] | None = None
-        for spec, names, reason in _attempts((first, second)):
-            if spec is not None:
-                fillers = names
-                break
-            reasons.append(reason)
-        for name, partner in ((first.name, second.name), (second.name, first.name)):
-            if fillers is None:
-                # Prefer a reason that names both components.
-                excludes[name][partner] = max(
-                    reasons, key=lambda x: (first.name in x) + (second.name in x)
-                )
-            elif "RoPE" in fillers:
-                beside[name].append(partner)
-    return {name: Combinations(excludes[name], tuple(beside[name])) for name in known}
+        fillers, reason = _combine(first, second)
+        if fillers is None:
+            excludes[other] = reason
+        elif "RoPE" in fillers:
+            beside.append(other)
+    return Combinations(excludes, tuple(beside))
+
+
+@cache
+def _combine(first: type[Part], second: type[Part]) -> tuple[tuple[str, ...] | None, str]:
+    """The first fillers with which a pair is a score, or None and the reason."""
+    reasons: list[str] = []
+    for spec, fillers, reason in _attempts((first, second)):
+        if spec is not None:
+            return fillers, ""
+        reasons.append(reason)
+    # Prefer a reason that names both components.
+    return None, max(reasons, key=lambda x: (first.name in x) + (second.name in x))
 
 
 _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
