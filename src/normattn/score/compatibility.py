@@ -36,10 +36,9 @@ def combinations(name: str) -> Combinations:
     beside: list[str] = []
     names = list(known)
     for other in names:
-        first, second = (known[each] for each in sorted((name, other), key=names.index))
-        if first.slot is second.slot:
+        if known[name].slot is known[other].slot:
             continue
-        fillers, reason = _combine(first, second)
+        fillers, reason = _combine(*sorted((name, other), key=names.index))
         if fillers is None:
             excludes[other] = reason
         elif "RoPE" in fillers:
@@ -48,15 +47,15 @@ def combinations(name: str) -> Combinations:
 
 
 @cache
-def _combine(first: type[Part], second: type[Part]) -> tuple[tuple[str, ...] | None, str]:
+def _combine(*pair: str) -> tuple[tuple[str, ...] | None, str]:
     """The first fillers with which a pair is a score, or None and the reason."""
     reasons: list[str] = []
-    for spec, fillers, reason in _attempts((first, second)):
+    for spec, fillers, reason in _attempts(tuple(parts()[name] for name in pair)):
         if spec is not None:
             return fillers, ""
         reasons.append(reason)
     # Prefer a reason that names both components.
-    return None, max(reasons, key=lambda x: (first.name in x) + (second.name in x))
+    return None, max(reasons, key=lambda reason: sum(name in reason for name in pair))
 
 
 _Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
