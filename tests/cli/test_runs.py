@@ -107,7 +107,7 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     assert again.out == said.out
     assert (run / "report" / "table.md").exists()
     assert records(run) == first
-    # Another length in the middle asks nothing again that was asked as it is, nor at the longest.
+    # A length in between changes neither the shortest nor the longest evaluation: both are reused.
     command.done(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
     assert first.items() <= records(run).items()
     assert len(records(run)) == 2 * (1 + len(TASKS) * 3)

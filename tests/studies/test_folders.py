@@ -78,9 +78,9 @@ def test_a_lost_or_damaged_marker_costs_a_look_and_no_digit(tiny: Path, folder: 
         assert _again("keynorm", tiny, folder) == whole
         assert marker.read_bytes() == before
     (log,) = folder.glob("jobs/*/*/log.txt")
-    begun = log.stat().st_mtime_ns
+    written = log.stat().st_mtime_ns
     assert _again("keynorm", tiny, folder) == whole
-    assert log.stat().st_mtime_ns == begun  # What is done is not begun again.
+    assert log.stat().st_mtime_ns == written  # A finished job is not started again.
 
 
 def test_what_evaluate_measures_of_a_run_is_not_on_the_page_of_its_study(

@@ -1,4 +1,4 @@
-"""Settings of a training, and what a run of a text model leaves and goes on from."""
+"""Training of text models: settings, output files, and initial weights from a saved model."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_text_leaves_its_tokeniser_and_a_run_goes_on_with_no_other(
     assert "the test split has no document" in capfd.readouterr().err
 
 
-# Training that goes on from a saved model.
+# Initial weights from a saved model.
 METHOD = "PI(factor=4)"
 
 

@@ -145,7 +145,8 @@ class MaskedLM(TokenModel):
         # Without padding every target counts: no need to read them.
         padded = key_padding is not None
         expected = targets.clamp_min(0) if padded else targets
-        hidden, *exit_hidden = self._hidden_at(ids, places, expected, key_padding, backend)
+        self._check_targets(ids, places, expected)
+        hidden, *exit_hidden = self._hidden_at(ids, places.long(), key_padding, backend)
         valid = targets.flatten() >= 0 if padded else slice(None)
         labels = targets.flatten()[valid]
         if not labels.numel():
@@ -174,9 +175,10 @@ class MaskedLM(TokenModel):
 
         Dropout is off. A negative target has loss 0 and is not correct.
         """
+        expected, valid = targets.clamp_min(0), targets >= 0
+        self._check_targets(ids, places, expected)
         with without_dropout(self):
-            expected, valid = targets.clamp_min(0), targets >= 0
-            hidden, *exit_hidden = self._hidden_at(ids, places, expected, key_padding)
+            hidden, *exit_hidden = self._hidden_at(ids, places.long(), key_padding)
         exits = (exit_(x) for exit_, x in zip(self.exits, exit_hidden, strict=True))
         scores = [
             token_scores(x.flatten(0, 1), self.head_weight, expected.flatten())
@@ -185,15 +187,8 @@ class MaskedLM(TokenModel):
         correct = torch.stack([score.correct.view(targets.shape) & valid for score in scores])
         return MaskedScores(scores[0].loss.view(targets.shape) * valid, correct[0], correct[1:])
 
-    def _hidden_at(
-        self,
-        ids: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        key_padding: Tensor | None,
-        backend: str = "auto",
-    ) -> list[Tensor]:
-        """The hidden vectors (B, M, D) at `places`: of the last layer, then of those with exits."""
+    def _check_targets(self, ids: Tensor, places: Tensor, targets: Tensor) -> None:
+        """Check that places lie in the text, and targets in the vocabulary."""
         rows, length = checked_ids(ids).shape
         check_tensor("places", places, "int64 or int32", (rows, *places.shape[1:2]))
         check_tensor("targets", targets, "int64 or int32", tuple(places.shape))
@@ -203,7 +198,11 @@ class MaskedLM(TokenModel):
                 raise InputError(
                     f"{name} run from {int(x.min())} to {int(x.max())}; expected 0 to {end - 1}"
                 )
-        places = places.long()
+
+    def _hidden_at(
+        self, ids: Tensor, places: Tensor, key_padding: Tensor | None, backend: str = "auto"
+    ) -> list[Tensor]:
+        """The hidden vectors (B, M, D) at `places`: of the last layer, then of those with exits."""
         exit_hidden: list[Tensor] = []
 
         def collect(layer: int, x: Tensor) -> None:
