@@ -5,10 +5,12 @@ All have rotary positions or ALiBi, RMSNorm, SwiGLU and one embedding for input 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -141,6 +143,10 @@ def train(options: Options) -> list[Case]:
         "x-transformers": partial(x_transformers, rotary, alibi=False),
         **{score: partial(ours, rotary, score) for score in SCORES},
     }
+    installed = find_spec("x_transformers") is not None
+    if not installed:
+        del builders["x-transformers"]
+        print("x-transformers is not installed; it and ALiBi are left out", file=sys.stderr)
     with_bias: dict[str, Callable[[], nn.Module]] = {
         "x-transformers": partial(x_transformers, long, alibi=True),
         "ALiBi": partial(ours, long, "Baseline-ALiBi"),
@@ -152,6 +158,8 @@ def train(options: Options) -> list[Case]:
             entries[name] = partial(training_step, build, rotary, precision, options.device)
         kind = f"training step {precision}"
         cases.append(Case(f"{kind}, T {rotary.length}", entries, "transformers"))
+        if not installed:
+            continue
         alibi: dict[str, Callable[[], Step]] = {}
         for name, build in with_bias.items():
             alibi[name] = partial(training_step, build, long, precision, options.device)
