@@ -158,7 +158,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ReRoPE", {"window": LENGTH + 1}, "window=9 is larger than the training length of 8"),
     ("ReRoPE", {"window": 0}, "window must be a number of at least 1"),
     ("YaRN", {"factor": 0.5}, "factor must be a number of at least 1"),
-    ("YaRN", {}, "YaRN needs a factor"),
+    ("YaRN", {}, "needs factor="),
     ("LeakyReRoPE", {}, "needs s=…"),
     ("LeakyReRoPE", {"factor": 0.5}, "factor must be a number of at least 1, but it is 0.5"),
     ("ReRoPE", {"factor": 2}, "ReRoPE takes no factor"),
@@ -228,8 +228,7 @@ def test_extended_twice_copied_or_changed() -> None:
         for own in (whole.long(), whole[:, :, :1].long(), whole.int()):
             with pytest.raises(InputError, match="must be boolean"):
                 logits(model, ids[:, : own.shape[2]], attention_mask=own)
-        model.set_attn_implementation("eager")
-        with pytest.raises(InputError, match="was changed to eager while the model is extended"):
-            logits(model, ids)
+        with pytest.raises(InputError, match="changed to eager while the model is extended"):
+            model.set_attn_implementation("eager")
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))

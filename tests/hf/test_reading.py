@@ -41,7 +41,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no meaning"):
         load(tmp_path / "model.gguf", gguf="other.gguf")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="model_type is None"):
+    with pytest.raises(InputError, match="Unrecognized model"):
         load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match="safetensors"):

@@ -353,16 +353,14 @@ def test_a_compiled_model_is_extended_by_every_method(thorough: bool) -> None:
     assert max(found.values()) < 1e-4, found
 
 
-@pytest.mark.parametrize("method", BOTH)
-def test_continuous_batching_is_left_alone_or_refused(method: str) -> None:
+def test_continuous_batching_is_refused_by_transformers() -> None:
     """Pages of keys are no cache that a method for attention can read."""
     model = build("Llama")
-    with normattn.extend(model, method, **METHODS[method]):
-        assert ("generate_batch" in model.__dict__) == (method == "ReRoPE")
-        for name in ("generate_batch", "init_continuous_batching") if method == "ReRoPE" else ():
-            with pytest.raises(InputError, match="continuous batching"):
-                getattr(model, name)([[3, 4]])
-    assert "generate_batch" not in model.__dict__
+    with (
+        normattn.extend(model, "ReRoPE", window=3),
+        pytest.raises(ValueError, match="not supported for continuous batching"),
+    ):
+        model.generate_batch([[3, 4]])
 
 
 def _assert_extended(model: Any, ids: Tensor, method: str) -> None:

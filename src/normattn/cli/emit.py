@@ -33,9 +33,6 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     methods = [method for method in expand_methods(args.methods) if method != UNMODIFIED]
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
-    out = args.out
-    if out is not None and out.exists():
-        raise InputError(f"{out} exists already: choose a new file")
     refuse_unused(methods, args)
     model = expand_path(args.model)
     source = model if args.gguf is None else model / args.gguf
@@ -43,11 +40,7 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     text = emit(deployment, engine)
     older = "" if args.engine_version is None else f"written for {engine} {args.engine_version}, "
     warn(f"{older}checked with {ENGINES[engine].version}")
-    if args.lengths is None and args.factor is None and "factor" in open_parameters(methods[0]):
-        warn(
-            f"for {deployment.max_length:,} tokens, twice the training length: choose another "
-            "reach by --lengths or --factor"
-        )
+    out = args.out
     if out is None:
         print(text, end="")
         return

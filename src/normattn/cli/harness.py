@@ -135,7 +135,7 @@ class NormattnLM(HFLM):
         unsupported = sorted(options.keys() - _RUN_OPTIONS)
         if unsupported or self._train_length_option is not None:
             names = ", ".join(unsupported or ["train_length"])
-            raise InputError(f"model_args: {names} belongs to pretrained=…, not to run=…")
+            raise InputError(f"model_args: {names} cannot be given for this run")
         config, _ = open_run(run)
         self._trained, parameters = config.model.train_length, dict(self._parameters)
         factor = parameters.pop("factor", None)
@@ -227,13 +227,7 @@ class NormattnLM(HFLM):
 
 def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Remove the method's parameters from the model arguments, and return them."""
-    names = {"factor"}
-    if method is not None and not is_unmodified(method):
-        names |= {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
-    elif "factor" in options:
-        raise InputError("factor is given without a method= whose parameter it could be")
-    parameters = {name: options.pop(name) for name in sorted(names & options.keys())}
-    factor: Any = parameters.get("factor", 1)
-    if isinstance(factor, bool | str) or not 1 <= factor < float("inf"):
-        raise InputError(f"factor is {factor!r}; expected a number of at least 1")
-    return parameters
+    if method is None or is_unmodified(method):
+        return {}
+    names = {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
+    return {name: options.pop(name) for name in sorted((names | {"factor"}) & options.keys())}

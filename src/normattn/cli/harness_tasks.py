@@ -11,7 +11,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
 import numpy as np
@@ -48,7 +48,7 @@ class TaskSettings(Settings):
     - `tokenizer`: the tokeniser that counts tokens (default: that of `run` or `pretrained`).
     """
 
-    lengths: tuple[int, ...] = Field((512, 1024, 2048), min_length=1)
+    lengths: tuple[Annotated[int, Field(ge=2)], ...] = Field((512, 1024, 2048), min_length=1)
     samples: int = Field(20, ge=1)
     segment: int | None = Field(None, ge=1)
     text: str | None = None
@@ -56,16 +56,9 @@ class TaskSettings(Settings):
     seed: int = Field(0, ge=0)
     tokenizer: str | None = None
 
-    @field_validator("lengths", mode="before")
-    @classmethod
-    def _several(cls, lengths: Any) -> Any:
-        return [lengths] if isinstance(lengths, int) else lengths
-
     @field_validator("lengths")
     @classmethod
     def _sorted(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        if min(lengths) < 2:
-            raise ValueError("expected numbers of at least 2 tokens")
         return tuple(sorted(set(lengths)))
 
     @staticmethod

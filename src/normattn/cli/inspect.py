@@ -79,8 +79,6 @@ def inspect_model(args: options.Inspect) -> None:
     with ExitStack() as contexts:
         subject = (_open_transformers_model if of_transformers else _open_run)(args, contexts)
         out, model, inputs = subject.out, subject.model, subject.inputs
-        if out.exists() and not out.is_dir():
-            raise InputError(f"{out} is a file; --out names a directory")
         out.mkdir(parents=True, exist_ok=True)  # before any work
         with Console(file=sys.stderr).status("inspecting") as status:
             measured = measure_attention(

@@ -24,15 +24,9 @@ def name_scores(args: model_options.Score) -> int:
     score = score_of(in_float64(small_model(config)), args.tokens)
     model_type = config.get_text_config().model_type
     if args.as_json:
+        names = ("layer", "difference", "verified", "lacks", "mask_note")
         layers = [
-            {
-                "layer": layer.layer,
-                "score": None if layer.spec is None else str(layer.spec),
-                "difference": layer.difference,
-                "verified": layer.verified,
-                "lacks": layer.lacks,
-                "mask_note": layer.mask_note,
-            }
+            {"score": layer.spec and str(layer.spec)} | {x: getattr(layer, x) for x in names}
             for layer in score.layers
         ]
         record = {"model": args.model, "model_type": model_type, "tokens": score.tokens}

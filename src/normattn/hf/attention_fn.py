@@ -178,7 +178,7 @@ class ExtendedLayer:
     def __init__(self, spec: ScoreSpec, layer: Layer, memory: ForwardMemory) -> None:
         q, k = layer.call.q, layer.call.k
         self.memory = memory
-        self.rotation = rotation = layer.rotation if rotates_inside(spec) else None
+        rotation = layer.rotation if rotates_inside(spec) else None
         self.scaling = layer.call.scaling
         self._before_rotation: tuple[Tensor, Tensor] | None = None
         self._after_rotation: Tensor | None = None
@@ -215,14 +215,11 @@ class ExtendedLayer:
         `settings` are those of `AttentionInputs`: dropout, cap and sink.
         """
         unselected_mask: Tensor | None = self.memory.get("mask")
-        needs_key_positions = self.rotation is not None
         sizes = q.shape[2], k.shape[2], q.shape[0]
         masked: MaskedPositions = self.memory.remember(
-            f"masked positions {needs_key_positions}",
+            "masked positions",
             (mask, unselected_mask, position_ids),
-            lambda: masked_positions(
-                mask, *sizes, position_ids, needs_key_positions, unselected_mask
-            ),
+            lambda: masked_positions(mask, *sizes, position_ids, unselected_mask),
         )
         cache = self._key_cache(k) if masked.groups is None and sizes[0] < sizes[1] else None
         if scaling != self.scaling:
@@ -357,11 +354,7 @@ def attention_function(
             raise InputError(f"an extended model takes no {name}: {instead}")
     if kwargs.get("is_causal") is False:
         raise InputError("an extended model is causal, but is_causal is False")
-    if indices is not None:
-        if attention_mask is None or attention_mask.dtype != torch.bool:
-            raise InputError(
-                "an indexer selects keys, but its layer got no mask of query-key pairs"
-            )
+    if indices is not None and attention_mask is not None:
         attention_mask = hide_unselected(attention_mask, indices)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     settings = {"dropout": float(dropout), "cap": softcap, "sink": s_aux}

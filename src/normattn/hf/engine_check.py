@@ -219,8 +219,11 @@ def _apply_engine_rules(
     max_length = settings.max_length
     if settings.engine in ("vllm", "sglang"):
         derived = derived_length(decoder_fields(raw), settings.engine)
-        if max_length is not None and derived is not None and max_length > derived:
-            ignored += _beyond_derived_length(settings, max_length, derived)
+        if max_length and derived and max_length > _longest_text(settings, derived):
+            ignored.append(
+                f"{ENGINE_NAMES[settings.engine]} does not serve a length of {max_length:,}: it "
+                f"derives {derived:,} tokens from max_position_embeddings, which must be raised"
+            )
         max_length = max_length or derived
         for rope in rope_parameter_sets(raw):
             apply = _apply_vllm_rules if settings.engine == "vllm" else _apply_sglang_rules
@@ -228,35 +231,17 @@ def _apply_engine_rules(
     return replace(settings, raw=raw, max_length=max_length, ignored=tuple(ignored))
 
 
-def _beyond_derived_length(
-    settings: EngineSettings, max_length: int, derived: int
-) -> Iterator[str]:
-    """Sentences on a text longer than the one that an engine derives from the configuration.
+def _longest_text(settings: EngineSettings, derived: int) -> float:
+    """The longest text of vLLM or SGLang: the derived one, unless a variable allows more.
 
-    Both engines refuse it, unless an environment variable allows it; vLLM also accepts up to the
-    configuration's model_max_length. vLLM's table of cos and sin (`get_rope`) does not grow with
-    an allowed length: it has a row for each derived position, under YaRN `original · factor`.
+    vLLM's table of cos and sin does not grow with an allowed length: it has a row for each derived
+    position, under YaRN `original · factor`.
     """
-    decoder = decoder_fields(settings.raw)
-    allowed = settings.allows_long
-    if settings.engine == "vllm":
-        allowed = allowed or (decoder.get("model_max_length") or 0) >= max_length
-    if not allowed:
-        yield (
-            f"{ENGINE_NAMES[settings.engine]} refuses a length of {max_length:,}: it derives "
-            f"{derived:,} tokens from max_position_embeddings, which must be raised"
-        )
-    elif settings.engine == "vllm":
-        for rope in rope_parameter_sets(settings.raw) or [{}]:
-            rows = float(derived)
-            if "yarn" in rope_type_of(rope):
-                rows = float(rope.get(_ORIGINAL) or derived) * float(rope.get("factor") or 1.0)
-            rows *= 4 if "mrope_section" in rope else 1
-            if max_length > rows:
-                yield (
-                    f"vLLM has cos and sin of {int(rows):,} positions only: further ones, up to "
-                    f"{max_length:,}, give nan or an error"
-                )
+    if not settings.allows_long or settings.engine == "sglang":
+        return math.inf if settings.allows_long else derived
+    scaled = [rope for rope in rope_parameter_sets(settings.raw) if "yarn" in rope_type_of(rope)]
+    rows = [float(x.get(_ORIGINAL) or derived) * float(x.get("factor") or 1) for x in scaled]
+    return max([derived, *rows])
 
 
 def _apply_vllm_rules(
@@ -369,13 +354,11 @@ def _original_length_mistakes(
     if length is None:
         source = "max_position_embeddings"
         length = decoder_fields(settings.raw).get(source) or 0
-        used = f"the longest length, {int(length):,}, for it"
-        consequence = {
-            "hf": f"transformers, SGLang and llama.cpp take {used}, and vLLM does not start",
-            "vllm": "vLLM does not start",
-        }.get(settings.engine, f"{ENGINE_NAMES[settings.engine]} takes {used}")
         factor = _format_number(rope.get("factor"))
-        yield f"{name}'s factor {factor} is given without {_ORIGINAL}: {consequence}"
+        yield (
+            f"{name}'s factor {factor} is given without {_ORIGINAL}: vLLM does not start, and "
+            f"other engines take the longest length, {int(length):,}, for it"
+        )
     if intended.train_length is not None and length > intended.train_length:
         yield (
             f"{name} is applied to a length that was multiplied already: rotations are counted "

@@ -32,11 +32,11 @@ from normattn.hf.native import save_with_method
 from normattn.hf.plan import HANDLE, Plan, plan, replaces_attention, rotates_inside
 from normattn.hf.probe import (
     ATTENTION_FIELD,
+    PREFIX,
     PROBE_TOKENS,
     AttentionCall,
     Layer,
     attention_implementation,
-    recorded_implementation,
     replay,
     rotary_buffers,
 )
@@ -51,11 +51,6 @@ from normattn.hf.rotations import FULL_PRECISION, method_frequencies
 from normattn.score import ScoreSpec
 
 _EXTENSION_NUMBERS = itertools.count()
-_CONTINUOUS_BATCHING = (
-    "generate_batch",
-    "init_continuous_batching",
-    "continuous_batching_context_manager",
-)
 
 
 def extend(
@@ -101,8 +96,6 @@ class Extension:
         self.spec, self.resolved = planned.spec, planned.resolved
         self._undo: list[Callable[[], object]] = []
         self._memory = ForwardMemory()
-        self._views: dict[int, Any] = {}
-        self._attention: str | None = None
         try:
             self._switch_on(planned)
             check_extension(planned)
@@ -154,9 +147,8 @@ class Extension:
                 self._add_pre_hook(submodule, own_tables_hook(self._memory))
         if replaces or hooked:
             name = self._register_attention(implementation, bool(selecting), bool(hooked))
-            self._attention = name
             self._use_attention(planned, name)
-        begin = parts.decoder.register_forward_pre_hook(self._begin_forward)
+        begin = parts.decoder.register_forward_pre_hook(self._memory.clear)
         end = parts.decoder.register_forward_hook(self._memory.clear, always_call=True)
         self._undo += [begin.remove, end.remove]
         self._set_attribute(parts.decoder, HANDLE, self)
@@ -164,17 +156,12 @@ class Extension:
             self._set_attribute(module, "__reduce_ex__", self.__reduce_ex__)
 
     def _replace_attention(self, planned: Plan) -> None:
-        """Attach an `ExtendedLayer` to each layer's module.
-
-        Continuous batching and image positions raise an error when they are used.
-        """
+        """Attach an `ExtendedLayer` to each layer's module; images raise an error when used."""
         for layer in planned.full_layers:
             if layer.rotation is not None and rotates_inside(self.spec):
                 self._add_pre_hook(layer.module, cache_hook(self._memory))
             extended = ExtendedLayer(self.spec, layer, self._memory)
             self._set_attribute(layer.module, LAYER_ATTRIBUTE, extended)
-        for method in _CONTINUOUS_BATCHING:
-            self._set_attribute(planned.parts.model, method, _refuse_continuous_batching)
         modules = list(planned.parts.decoder.modules())
         if any(hasattr(part, "mrope_section") for part in modules):
             for module in filter(rotary_buffers, modules):
@@ -215,25 +202,13 @@ class Extension:
         windowed = {layer.module for layer in planned.layers if layer.sliding_window is not None}
         changed = {parts.model, *parts.decoder.modules()} - windowed
         changed |= {module for module in parts.model.modules() if parts.decoder in module.modules()}
+        views: dict[int, Any] = {}
         for module in parts.model.modules():
             config = module.__dict__.get("config")
             if module in changed and hasattr(config, ATTENTION_FIELD):
-                if id(config) not in self._views:
-                    self._views[id(config)] = _config_view(config, name, self._views)
-                self._set_attribute(module, "config", self._views[id(config)])
-
-    def _begin_forward(self, *_: object) -> None:
-        """Clear the memory; raise `InputError` where another attention has been set meanwhile."""
-        self._memory.clear()
-        if torch.compiler.is_compiling():
-            return
-        for view in self._views.values():
-            current = recorded_implementation(str(view._attn_implementation))
-            if current != self._attention:
-                raise InputError(
-                    f"the attention implementation was changed to {current} while the model is "
-                    "extended: remove() the extension first"
-                )
+                if id(config) not in views:
+                    views[id(config)] = _config_view(config, name, views)
+                self._set_attribute(module, "config", views[id(config)])
 
     def _add_pre_hook(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -251,14 +226,21 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
     """A configuration that shares every field with another, but names another attention.
 
     transformers builds all modules of a model on one configuration object, which several models may
-    share. Edits through the view change that object, except for the attention's name.
+    share. Edits through the view change that object, except for the attention's name, which only a
+    recorder may set (`probe.recording`).
     """
     config_class, attention = type(config), [name]
 
+    def set_attention(_: Any, value: Any) -> None:
+        if not str(value).startswith(PREFIX):
+            raise InputError(
+                f"the attention implementation cannot be changed to {value} while the model is "
+                "extended: remove() the extension first"
+            )
+        attention[0] = value
+
     class View(config_class):  # type: ignore[misc, valid-type]
-        _attn_implementation_internal = property(
-            lambda self: attention[0], lambda self, value: attention.__setitem__(0, value)
-        )
+        _attn_implementation_internal = property(lambda _: attention[0], set_attention)
 
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text_config = super().get_text_config(*args, **kwargs)
@@ -272,13 +254,6 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
 
 def _attend_by_name(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     return attention_implementation(name, module)(module, *args, **kwargs)
-
-
-def _refuse_continuous_batching(*_: Any, **__: Any) -> Any:
-    raise InputError(
-        "continuous batching keeps keys in pages, which methods that change attention do not "
-        "support: use generate(), or a method that changes only frequencies (PI, ABF, NTK, YaRN)"
-    )
 
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2

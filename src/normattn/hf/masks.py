@@ -115,20 +115,16 @@ def masked_positions(
     keys: int,
     batch: int,
     position_ids: Int[Tensor, "_ t"] | None,
-    needs_key_positions: bool,
     unselected_mask: Tensor | None = None,
 ) -> MaskedPositions:
     """The positions and the attention mask that transformers' `mask` encodes.
 
-    `needs_key_positions`: whether the score depends on each key's position. `unselected_mask` is
-    the mask before the layer selected keys; positions are counted in it.
+    `unselected_mask` is the mask before the layer selected keys; positions are counted in it.
     """
     if mask is None or mask.dim() != 4:
         raise InputError("an extended layer got no mask: it cannot be called outside its model")
     if mask.dtype != _COMPACT_DTYPE or mask.shape[2] > 1:
-        return _from_pair_mask(
-            mask, queries, keys, position_ids, needs_key_positions, unselected_mask
-        )
+        return _from_pair_mask(mask, queries, keys, position_ids, unselected_mask)
     if mask.shape[2] == 0:
         masked = _without_padding(queries, mask.shape[3], mask.device)
         _check_position_ids(position_ids, masked.positions.query.expand(batch, -1))
@@ -197,7 +193,6 @@ def _from_pair_mask(
     queries: int,
     keys: int,
     position_ids: Tensor | None,
-    needs_key_positions: bool,
     unselected_mask: Tensor | None,
 ) -> MaskedPositions:
     """The caller's `position_ids`; with cached keys, positions counted in a causal mask."""
@@ -207,20 +202,17 @@ def _from_pair_mask(
             f"it is {mask.dtype} of {tuple(mask.shape)}"
         )
     selected = unselected_mask is not None and unselected_mask is not mask
-    if selected or (needs_key_positions and queries != keys):
+    if selected or queries != keys:
         causal = mask if unselected_mask is None else unselected_mask[..., :keys]
         counted = _count_positions(causal, queries)
         if counted is not None:
             return _with_padding(*counted, mask[..., :keys] if selected else None)
-    if position_ids is None or (needs_key_positions and queries != keys):
+    if position_ids is None or queries != keys:
         raise InputError(
             "a mask of query-key pairs does not give positions of cached keys: pass a padding "
             "mask (batch, tokens), or use no cache"
         )
-    key_positions = position_ids
-    if queries != keys:
-        key_positions = torch.zeros(1, keys, dtype=torch.int64, device=mask.device)
-    positions = Positions(position_ids, key_positions, position_ids + 1, True, False, ordered=False)
+    positions = Positions(position_ids, position_ids, position_ids + 1, True, False, ordered=False)
     return MaskedPositions(
         keys, positions, AttentionMask(False, positions.query, positions.key, False, attn_mask=mask)
     )

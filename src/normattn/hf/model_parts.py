@@ -29,8 +29,6 @@ def explained(subject: str, why: str = "cannot be loaded by transformers") -> It
     except Exception as error:
         message = " ".join(str(error).split())
         sentence = re.split(r"(?<=[^.][.])\s+(?=[A-Z])", message)[0][:300]
-        if isinstance(error, KeyError) and " " not in sentence:
-            sentence = f"{sentence} is looked up there and not found"
         prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise InputError(f"{subject} {why}: {prefix}{sentence}") from error
 

@@ -136,10 +136,6 @@ class NormattnCache(_Cache):
         """The number of cached tokens."""
         return self.held.length
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """The maximum number of tokens; −1 without a bound."""
-        return -1 if self.held.max_length is None else self.held.max_length
-
     def reorder_cache(self, beam_idx: Int[Tensor, " r"]) -> None:
         """Row i becomes the old row beam_idx[i]."""
         self.held.reorder(beam_idx)
@@ -157,8 +153,6 @@ class NormattnCache(_Cache):
         self.held.truncate(0)
 
     is_compileable = property(lambda self: False)  # it grows
-    is_initialized = property(lambda self: self.held.length > 0)
-    is_sliding = property(lambda self: [layer.window is not None for layer in self.held.layers])
     # Whether the last tokens can always be removed: no layer has dropped keys.
     is_croppable = property(lambda self: all(layer.croppable for layer in self.held.layers))
 

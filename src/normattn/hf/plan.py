@@ -170,16 +170,7 @@ def _resolve_method(
     unresolved = ScoreSpec.parse("Baseline").with_method(method, **parameters)
     length = unresolved.train_length if train_length is None else train_length
     length, source = (length, "given") if length is not None else known_length(parts)
-    try:
-        spec = unresolved.resolve(length, factor)
-    except InputError:
-        needs_factor = any(getattr(part, "factor", 1) is None for part in unresolved.parts)
-        if factor is not None or not needs_factor:
-            raise
-        raise InputError(
-            f"{method} needs a factor, the longest text divided by the training length of "
-            f'{length:,} tokens: extend(model, "{method}", factor=4)'
-        ) from None
+    spec = unresolved.resolve(length, factor)
     if factor is not None and ScoreSpec(unresolved.parts, length) == spec:
         raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
     if spec.window[0] is not None:

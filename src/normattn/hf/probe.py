@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from normattn.errors import InputError
@@ -58,8 +58,6 @@ Layers pass on views of a mask. It is kept alive, so that its address stays its 
 """
 
 _RECORDING: ContextVar[tuple[Recorder, Masks] | None] = ContextVar("recording", default=None)
-_IMPLEMENTATIONS: dict[str, str] = {}
-"""The implementation that each recording one computes with."""
 
 
 @contextmanager
@@ -90,11 +88,6 @@ def recording(
         _RECORDING.reset(token)
 
 
-def recorded_implementation(name: str) -> str:
-    """The implementation that `name` records; `name` itself where it records none."""
-    return _IMPLEMENTATIONS.get(name, name)
-
-
 @lru_cache
 def _register(name: str, keep: bool) -> str:
     """The name of an implementation that records and computes as `name`; registered once."""
@@ -109,7 +102,6 @@ def _register(name: str, keep: bool) -> str:
     recorded = f"{PREFIX}_seen_{safe}" if keep else f"{PREFIX}_eager_{safe.replace('flash', 'fl')}"
     AttentionInterface.register(recorded, partial(_recorded_attention, implementation, keep))
     AttentionMaskInterface.register(recorded, masks)
-    _IMPLEMENTATIONS[recorded] = name
     return recorded
 
 
@@ -272,6 +264,13 @@ class Layer:
     def sliding_window(self) -> int | None:
         """Its sliding window in tokens, or None."""
         return self.call.sliding_window
+
+    def tables_at(self, ids: Int[Tensor, "b t"]) -> Any:
+        """The position embeddings that its rotary module computes at these positions."""
+        assert self.rotary is not None
+        module, layer_type = self.rotary
+        first = self.tables if isinstance(self.tables, Tensor) else self.tables[0]
+        return module(first.real, ids.to(first.device), *([layer_type] if layer_type else []))
 
     def spectrum(self, spec: ScoreSpec) -> Spectrum:
         """Its frequencies under a method, and the factor of cos and sin."""

@@ -1,8 +1,8 @@
 """Replace the rotary frequencies of a model's layers, until the change is undone.
 
 Where all layers that use a rotary module change alike, its `inv_freq` and `attention_scaling` are
-set and the model's code computes the tables. Where unchanged layers share it, or tables do not come
-from a module's buffers, a hook before each layer replaces its tables.
+set and the model's code computes the tables. Where unchanged layers share it, or it recomputes its
+frequencies, a hook before each layer replaces its tables.
 """
 
 from __future__ import annotations
@@ -41,18 +41,16 @@ def override_buffers(
 ) -> tuple[list[Undo], list[Layer]]:
     """Set the buffers of the rotary modules; the undo functions, and the layers that need a hook.
 
-    `excluded` are layers whose buffers must stay as they are.
+    `excluded` are layers whose buffers must stay as they are. So does a layer without a known
+    rotary module, which the check of the extended model then refuses.
     """
     users: dict[tuple[nn.Module, str], list[tuple[Layer, Spectrum | None]]] = {}
     to_hook: list[Layer] = []
     for layer in layers:
-        buffer = _buffer_of(layer)
         changes = layer.sliding_window is None and layer not in excluded
         spectrum = spectrum_of(layer, spec) if changes else None
-        if buffer is not None:
-            users.setdefault(buffer, []).append((layer, spectrum))
-        elif spectrum is not None:
-            to_hook.append(layer)
+        if layer.rotary is not None:
+            users.setdefault(_buffer_of(*layer.rotary), []).append((layer, spectrum))
     undo: list[Undo] = []
     for (module, name), sharing in users.items():
         first = sharing[0][1]
@@ -71,14 +69,7 @@ def _uses_buffer(layer: Layer, spectrum: Spectrum) -> bool:
 
     Some modules (Phi-3.5-MoE's) recompute their frequencies in every forward.
     """
-    assert layer.rotary is not None
-    module, layer_type = layer.rotary
-    first = layer.tables if isinstance(layer.tables, Tensor) else layer.tables[0]
-    ids = torch.arange(first.shape[1], device=first.device)[None]
-    try:
-        tables = module(first.real, ids, *([layer_type] if layer_type else []))
-    except Exception:  # another signature; the extended model is checked as a whole
-        return True
+    tables = layer.tables_at(torch.arange(layer.call.q.shape[2])[None])
     return read_tables(tables, [spectrum]) is not None
 
 
@@ -86,21 +77,10 @@ def _equal(first: Spectrum, second: Spectrum | None) -> bool:
     return second is not None and first[1] == second[1] and torch.equal(first[0], second[0])
 
 
-def _buffer_of(layer: Layer) -> tuple[nn.Module, str] | None:
-    """The module and name of the buffer that a layer's tables are computed from, if known."""
-    if layer.rotary is None:
-        return None
-    module, layer_type = layer.rotary
-    names = rotary_buffers(module)
-    typed_name = f"{layer_type}_inv_freq"
-    name = typed_name if typed_name in names else names[0] if len(names) == 1 else None
-    if name is None or not hasattr(module, _scaling_field(name)):
-        return None
-    buffer: Any = module._buffers[name]
-    tables = layer.table_format
-    if tables is not None and buffer.numel() != tables.frequencies.numel():
-        return None
-    return module, name
+def _buffer_of(module: nn.Module, layer_type: str) -> tuple[nn.Module, str]:
+    """The module and name of the buffer of the frequencies of these layers."""
+    names, typed_name = rotary_buffers(module), f"{layer_type}_inv_freq"
+    return module, typed_name if typed_name in names else names[0]
 
 
 def _scaling_field(name: str) -> str:
@@ -110,7 +90,7 @@ def _scaling_field(name: str) -> str:
 def _override(module: nn.Module, name: str, spectrum: Spectrum) -> Undo:
     """Put a spectrum into a rotary module; it stays in float32 when the model is cast."""
     buffer: Any = module._buffers[name]
-    scaling = getattr(module, _scaling_field(name))
+    scaling = getattr(module, _scaling_field(name), 1.0)
     frequencies = spectrum[0].view(buffer.shape).float()
     apply: Callable[..., Any] = module._apply
 

@@ -77,7 +77,8 @@ def _position(
         backward = float(rotation.frequencies[0]) < 0
         return RoPE(base=base, layout=pairs, direction="backward" if backward else "forward")
     side: Any = "last" if layout.start else "first"
-    fraction = _fraction(layout.size, head_dim)
+    # The shortest that rotates so many features, of which PartialRoPE takes an even number.
+    fraction = math.ceil(round(layout.size / head_dim * 1e4, 6)) / 1e4
     return PartialRoPE(base=base, layout=pairs, fraction=fraction, side=side)
 
 
@@ -116,14 +117,6 @@ def _configured_scaling(
         **{name: _round_number(float(rope[name])) for name in ends if rope.get(name)},
     )
     return yarn, length
-
-
-def _fraction(size: int, head_dim: int) -> float:
-    """The shortest fraction with which `PartialRoPE` rotates `size` features of a head."""
-    exact = size / head_dim
-    rounded = (round(exact, 10), math.ceil(exact * 1e4) / 1e4, math.ceil(exact * 1e8) / 1e8)
-    fits = (x for x in rounded if PartialRoPE(fraction=x).rotary_dim(head_dim) == size)
-    return next(fits, exact)
 
 
 def _round_number(value: float) -> float:
@@ -217,18 +210,13 @@ def read_mask(layer: RecordedLayer, config: Any) -> Masking:
     both = ~hidden & ~hidden[:1]
     change = torch.where(both, added - added[:1], 0.0).abs().max()
     adding_varies = bool(change > _ROUNDING * torch.where(both, added, 0.0).abs().max())
-    hiding_varies = bool((hidden != hidden[:1]).any())
-    note = lacks = None
-    if not hiding_varies and (indexed or not adding_varies):
+    if not adding_varies and not bool((hidden != hidden[:1]).any()):
         lacks = few or "its mask does the same in every text, which no component describes"
-    elif indexed and not adding_varies:
+        return Masking(part, causal, lacks=lacks)
+    note = "its mask depends on the text (attn_mask)"
+    if indexed:
         note = "an indexer chooses the keys of each query (attn_mask)"
-    else:
-        note = "its mask depends on the text (attn_mask)"
-    if added.any() and not adding_varies:
-        largest = float(added.abs().max())
-        lacks = f"its mask adds up to {largest:.2g} to a score, which no component describes"
-    return Masking(part, causal, mask.cpu(), note, lacks)
+    return Masking(part, causal, mask.cpu(), note)
 
 
 def _hiding_part(

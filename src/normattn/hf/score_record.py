@@ -56,17 +56,12 @@ def record_layers(model: Any, tokens: int = 48) -> list[RecordedLayer]:
         min(2, vocabulary - 1), vocabulary, (_BATCH, tokens), generator=generator
     ).to(model.device)
     layers: list[RecordedLayer] = []
-    modules = frozenset(model.modules())
 
     def record(call: AttentionCall) -> None:
-        if call.module not in modules:
-            return
         mask, indices = call.mask, call.kwargs.get("indices")
         if mask is not None:
             mask = mask if indices is None else hide_unselected(mask, indices)
             mask = mask[..., : call.k.shape[2]].expand(len(call.q), -1, call.q.shape[2], -1)
-            if mask.dtype == torch.bool:
-                mask = torch.where(mask, 0.0, torch.finfo(call.q.dtype).min)
         index = int(getattr(call.module, "layer_idx", len(layers)))
         layers.append(RecordedLayer(**{**vars(call), "mask": mask}, index=index))
 

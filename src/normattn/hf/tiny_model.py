@@ -207,10 +207,8 @@ def _spectrum(parts: ModelParts, layer: Layer, length: int) -> Spectrum | None:
         tables = read_tables(layer.tables, spectra_of(parts.model))
         return None if tables is None else (tables.frequencies, tables.amplitude)
     module, layer_type = layer.rotary
-    first = layer.tables if isinstance(layer.tables, Tensor) else layer.tables[0]
-    x = torch.zeros(1, 1, 1, dtype=first.real.dtype)
     with explained(parts.name, f"{_UNREADABLE} {length:,} tokens: its rotary module rejects them"):
-        tables = module(x, torch.tensor([[length - 1]]), *([layer_type] if layer_type else []))
+        tables = layer.tables_at(torch.tensor([[length - 1]]))
     buffer: Any = getattr(module, f"{layer_type}_inv_freq", getattr(module, "inv_freq", None))
     if not isinstance(buffer, Tensor):
         return None
