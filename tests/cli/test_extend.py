@@ -275,7 +275,6 @@ def test_lengths_and_methods_as_typed() -> None:
     [
         (("--methods", "YARN2"), "YARN2"),
         (("--methods", "YaRN,,PI"), "--methods holds an empty name"),
-        (("--methods", "PI,PI"), "--methods names 'PI' twice"),
         (("--lengths", "8q"), "such as 8k,16k,32000 (8k is 8192), but it has '8q'"),
         (("--lengths", "64,64"), "--lengths names a length twice"),
         (("--lengths", "64"), "the longest of --lengths, 64, is within the training length of 128"),

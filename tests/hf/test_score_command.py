@@ -65,7 +65,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda folder: None, "holds no config.json of transformers"),
     "unknown kind": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "no_such_kind"}'),
-        "config.json: model_type is 'no_such_kind', which is not known to transformers 5",
+        "has model type `no_such_kind` but Transformers does not recognize this architecture",
     ),
     "no attention": (
         lambda folder: transformers.MambaConfig(num_hidden_layers=1).save_pretrained(folder),

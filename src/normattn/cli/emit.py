@@ -37,19 +37,18 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     model = expand_path(args.model)
     source = model if args.gguf is None else model / args.gguf
     deployment = _plan_deployment(args, source, methods[0])
-    text = emit(deployment, engine)
-    older = "" if args.engine_version is None else f"written for {engine} {args.engine_version}, "
-    warn(f"{older}checked with {ENGINES[engine].version}")
-    out = args.out
+    text, out = emit(deployment, engine), args.out
     if out is None:
         print(text, end="")
-        return
-    if engine == "gguf" and source.suffix == ".gguf":
+    elif engine == "gguf" and source.suffix == ".gguf":
         write_gguf(source, out, checked_gguf_keys(deployment))
     else:
         write_text(out, text, new=True)
-    method = deployment.plan.spec.method_text
-    show(f"{out}: {method} for {engine}, up to {deployment.max_length:,} tokens")
+    older = "" if args.engine_version is None else f"written for {engine} {args.engine_version}, "
+    warn(f"{older}checked with {ENGINES[engine].version}")
+    if out is not None:
+        method = deployment.plan.spec.method_text
+        show(f"{out}: {method} for {engine}, up to {deployment.max_length:,} tokens")
 
 
 def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> Deployment:

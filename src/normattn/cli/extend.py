@@ -56,8 +56,6 @@ def extend_model(args: model_options.Extend) -> None:
     if args.emit is not None:
         emit_method(args, args.emit.lower())
         return
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     methods = expand_methods(args.methods)
     refuse_unused(methods, args)
     if args.save is not None and args.save.exists():

@@ -16,14 +16,11 @@ ALL = "all"
 def method_names(text: str, name: str) -> tuple[str, ...]:
     """`"YaRN,ReRoPE(window=512)-logn+"` as two names.
 
-    Raises `InputError` for an empty, repeated or unknown name, before transformers is imported.
+    Raises `InputError` for an empty or unknown name, before transformers is imported.
     """
     names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
     if not all(names):
         raise InputError(f"{name} holds an empty name in {text!r}; separate names by commas")
-    repeated = [each for each in names if names.count(each) > 1]
-    if repeated:
-        raise InputError(f"{name} names {repeated[0]!r} twice")
     for method in set(names) - {ALL}:
         from normattn.score.grammar import read
         from normattn.score.spec import is_unmodified
@@ -102,9 +99,6 @@ Another model, text or length needs another directory. Time grows with the squar
     )
     dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
     device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
-    threads: int | None = option(
-        None, min=1, max=1024, help="CPU threads. [default: as torch chooses]"
-    )
     seed: int = option(0, min=0, help="Chooses windows and pass keys.")
     save: Path | None = option(
         None,

@@ -227,20 +227,26 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
 
     transformers builds all modules of a model on one configuration object, which several models may
     share. Edits through the view change that object, except for the attention's name, which only a
-    recorder may set (`probe.recording`).
+    recorder may set (`probe.recording`). Copies of the view have the name of that object.
     """
     config_class, attention = type(config), [name]
 
-    def set_attention(_: Any, value: Any) -> None:
-        if not str(value).startswith(PREFIX):
+    def get_attention(self: Any) -> Any:
+        return attention[0] if self is view else vars(self).get(ATTENTION_FIELD)
+
+    def set_attention(self: Any, value: Any) -> None:
+        if self is not view:
+            vars(self)[ATTENTION_FIELD] = value
+        elif str(value).startswith(PREFIX):
+            attention[0] = value
+        else:
             raise InputError(
                 f"the attention implementation cannot be changed to {value} while the model is "
                 "extended: remove() the extension first"
             )
-        attention[0] = value
 
     class View(config_class):  # type: ignore[misc, valid-type]
-        _attn_implementation_internal = property(lambda _: attention[0], set_attention)
+        _attn_implementation_internal = property(get_attention, set_attention)
 
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text_config = super().get_text_config(*args, **kwargs)

@@ -207,14 +207,6 @@ class NormattnModel(_Model):
         """The embedding of the tokens."""
         return self.model.embedding
 
-    def set_input_embeddings(self, value: Any) -> None:
-        """Replace the embedding."""
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> Any:
-        """The head; None where it is tied to the embedding, or gives no tokens."""
-        return getattr(self.model, "head", None)
-
 
 def _padding_mask(ids: Tensor, mask: Tensor | None, before: int = 0) -> Bool[Tensor, "b s"] | None:
     """True where the mask over all tokens so far is 0, None without padding; checks the mask."""

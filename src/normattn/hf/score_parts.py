@@ -205,14 +205,11 @@ def read_mask(layer: RecordedLayer, config: Any) -> Masking:
     causal = not bool((~hidden[0, 0]).triu(1).any())
     same = bool((hidden == hidden[:1, :1]).all())  # in every text and head
     part = _hiding_part(layer, config, ~hidden, same) if causal else None
-    if same and not added.any():
-        return Masking(part, causal, lacks=few)
     both = ~hidden & ~hidden[:1]
     change = torch.where(both, added - added[:1], 0.0).abs().max()
     adding_varies = bool(change > _ROUNDING * torch.where(both, added, 0.0).abs().max())
-    if not adding_varies and not bool((hidden != hidden[:1]).any()):
-        lacks = few or "its mask does the same in every text, which no component describes"
-        return Masking(part, causal, lacks=lacks)
+    if not adding_varies and not bool((hidden != hidden[:1]).any()):  # the same in every text
+        return Masking(part, causal, lacks=few)
     note = "its mask depends on the text (attn_mask)"
     if indexed:
         note = "an indexer chooses the keys of each query (attn_mask)"
