@@ -96,7 +96,7 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
         (["--length", "100000"], ["is long enough", "100,000"]),
         (["--method", "YARN"], ["YARN", "did you mean YaRN"]),
         (["--windows", "0"], ["--windows"]),
-        (["--out", "/dev/null"], ["/dev/null is a file"]),
+        (["--out", "/dev/null"], ["/dev/null: File exists"]),
     ],
 }
 
