@@ -27,34 +27,20 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_BYTES = 64 << 20
 """Maximum size of a JSON file and of a line of JSON lines."""
 MAX_TOML_BYTES = 1 << 20
-MAX_DEPTH = 200
-_MAX_BITS = 256
+_JSON_BITS, _TOML_BITS = 256, 63
 _RUST_OS_ERROR = re.compile(r"\(os error (\d{1,4})\)")
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 
 def expand_path(path: str | Path) -> Path:
-    """Expand `~` and `~user`; `InputError` for an impossible file name."""
-    text = str(path)
+    """Expand `~` and `~user`; `InputError` for an impossible file name or an unknown home."""
     try:
-        os.fsencode(text)
-        resolved = Path(text).expanduser()
-        resolved.lstat()  # Raises for names that are too long.
-    except UnicodeEncodeError as error:
-        raise InputError(f"{text!r} cannot be the name of a file: it is not text") from error
-    except ValueError as error:
-        raise InputError(f"{text!r} cannot be the name of a file: {error}") from error
-    except RuntimeError as error:
-        user = text[1:].partition("/")[0]
-        reason = f"there is no user {user!r}" if user else "this user has no home directory"
-        raise InputError(f"{text} cannot be found: {reason}; give a path without ~") from error
+        resolved = Path(path).expanduser()
+        resolved.lstat()
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{str(path)!r} cannot be the name of a file: {error}") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise InputError(f"{text!r} cannot be the name of a file: it is too long") from error
+            raise InputError(f"{str(path)!r} cannot be the name of a file: too long") from error
     return resolved
 
 
@@ -62,17 +48,7 @@ def default_cache_dir() -> Path:
     """Return $NORMATTN_CACHE, else $XDG_CACHE_HOME/normattn, else ~/.cache/normattn."""
     if folder := os.environ.get("NORMATTN_CACHE"):
         return expand_path(folder)
-    try:
-        return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
-    except InputError as error:
-        raise InputError(f"no place for the cache: {error}, in NORMATTN_CACHE") from error
-
-
-def refuse_irregular(path: Path, mode: int) -> None:
-    """Raise `InputError` unless `mode` is that of a regular file: a pipe may never end."""
-    if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
-        raise InputError(f"{path} cannot be read: it is {kind}, and a file was expected")
+    return expand_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "normattn"
 
 
 def file_status(path: Path) -> os.stat_result:
@@ -95,7 +71,8 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
         # Opening a pipe would wait for its writer.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(handle, "rb") as file:
-            refuse_irregular(path, os.fstat(handle).st_mode)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):  # A pipe may never end.
+                raise InputError(f"{path} cannot be read: it is not a regular file")
             yield file
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist") from error
@@ -141,31 +118,30 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 def parse_json(content: bytes | str, where: str) -> Any:
     """Parse JSON; `where` names its source in messages.
 
-    Raises `InputError` for invalid JSON, NaN, infinities, over 200 levels and numbers out of range.
+    Raises `InputError` for invalid JSON, NaN, infinities, over 200 levels and integers of more than
+    256 bits.
     """
     from pydantic_core import from_json
 
     try:
         value = from_json(content, allow_inf_nan=False)
-        _check_bounds(value, finite=True)
+        _check_numbers(value, _JSON_BITS, finite=True)
     except ValueError as error:
         raise InputError(f"{where} is damaged: it is not valid JSON ({error})") from error
     return value
 
 
-def _check_bounds(value: Any, finite: bool, depth: int = 0) -> None:
-    """Raise `ValueError` for a value that is nested too deeply, and for numbers out of range."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+def _check_numbers(value: Any, bits: int, finite: bool) -> None:
+    """Raise `ValueError` for an integer of more than `bits`, and unless floats are `finite`."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         for member in value:
-            _check_bounds(member, finite, depth + 1)
+            _check_numbers(member, bits, finite)
     elif isinstance(value, float) and finite and not math.isfinite(value):
         raise ValueError("a number is beyond every floating-point number")
-    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise ValueError(f"an integer has more than {_MAX_BITS} bits")
+    elif isinstance(value, int) and value.bit_length() > bits:
+        raise ValueError(f"an integer has more than {bits} bits")
 
 
 def json_lines(
@@ -191,10 +167,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML, with the limits of `parse_json`; NaN and infinity are valid TOML."""
+    """Parse TOML; `InputError` for invalid TOML and integers of more than 63 bits."""
     try:
         table = tomllib.loads(text)
-        _check_bounds(table, finite=False)
+        _check_numbers(table, _TOML_BITS, finite=False)
     except RecursionError as error:
         raise InputError(f"{where} is not valid TOML: it is nested too deeply") from error
     except ValueError as error:
@@ -215,13 +191,8 @@ def explain_os_errors(path: Path) -> Iterator[None]:
             raise
         if cause.errno in DISK_FULL:
             message = f"no space left on the disk that holds {path}; make room and run it again"
-        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
         else:
-            name = cause.filename
-            above = isinstance(name, str) and str(path).startswith(f"{name}{os.sep}")
-            folder = f"{name}: " if above else ""
-            message = f"{path} cannot be written: {folder}{cause.strerror}"
+            message = f"{path} cannot be written: {cause.strerror}; choose a writable place"
         raise InputError(message) from error
 
 
@@ -260,13 +231,8 @@ def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -
             _flush(temporary)
             # mkstemp makes files private; give it the permissions of any new file.
             temporary.chmod(0o666 & ~_umask())
-            if new:
-                os.link(temporary, path)  # Unlike a rename, this does not replace a file.
-            else:
-                temporary.replace(path)
+            temporary.replace(path)
             _flush(path.parent)
-        except FileExistsError as error:
-            raise InputError(f"{path} exists already: choose a new file") from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -289,8 +255,8 @@ def write_json(path: Path, value: Any) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = False) -> None:
     """Write a folder atomically: `fill` fills a temporary folder, which is renamed to `path`.
 
-    `path` must not exist or be empty; `InputError` if it was filled meanwhile, and nothing changes.
-    With `replace`, an existing folder is replaced as a whole.
+    `path` must not exist or be empty, else `InputError`, and nothing changes. With `replace`, an
+    existing folder is replaced as a whole.
     """
     target = path if replace else Path(os.path.realpath(path))
     with explain_os_errors(target):
@@ -299,13 +265,6 @@ def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = Fa
         try:
             fill(temporary)
             _move_folder(temporary, target, replace)
-        except OSError as error:
-            if replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise InputError(
-                f"{path} was filled by another process in the meantime; nothing in it was "
-                "changed: choose a new or empty folder"
-            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

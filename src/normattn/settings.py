@@ -6,10 +6,9 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from normattn.errors import InputError
 from normattn.io import parse_toml
@@ -19,7 +18,7 @@ Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base class of settings: frozen, no unknown fields, and no booleans for numbers."""
+    """Base class of settings: frozen, and no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -28,41 +27,11 @@ class Settings(BaseModel):
         cls: type[Model], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Model:
         """Validate `values`; `InputError` names the source, the field and the nearest valid one."""
-        values = cls.upgrade(values)
         _refuse_unknown(values, cls, source)
-        _check_integers(values, source)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{source}: {explain(error)}") from error
-
-    @classmethod
-    def upgrade(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the settings of an earlier version to this one."""
-        return dict(values)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_bool_for_number(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if _contains_bool(value) and name in _number_fields(cls):
-                raise ValueError(f"{name}: expected a number, not true or false")
-        return values
-
-
-def _contains_bool(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_contains_bool, value))
-    return isinstance(value, bool)
-
-
-@cache
-def _number_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Return the fields whose types include numbers but not bool."""
-    types = {name: set(_types(field.annotation)) for name, field in model.model_fields.items()}
-    return frozenset(n for n, t in types.items() if t & {int, float} and not t & {bool, Any})
 
 
 def _types(annotation: Any) -> Iterator[Any]:
@@ -148,19 +117,6 @@ def _value_fields(values: Mapping[str, Any], known: list[str], prefix: str = "")
         yield name
         if isinstance(value, Mapping) and any(field.startswith(f"{name}.") for field in known):
             yield from _value_fields(value, known, f"{name}.")
-
-
-def _check_integers(values: Any, where: str, name: str = "") -> None:
-    """Raise `InputError` for an integer of more than 63 bits."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            _check_integers(value, where, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            _check_integers(value, where, name)
-    elif isinstance(values, int) and values.bit_length() > 63:
-        digits = f"about 10^{round(values.bit_length() * 0.30103)}"
-        raise InputError(f"{where}: {name} must be a number of at most 63 bits, got {digits}")
 
 
 def first_difference(

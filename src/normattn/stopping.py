@@ -5,7 +5,6 @@ Imported before everything else, so it imports little.
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
@@ -23,9 +22,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RECORDED = (*SIGNALS, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 GRACE_SECONDS = 10.0
 DUPLICATE_SECONDS = 10.0
-_POLL_SECONDS = 0.02
 NO_THREAD = "no thread can be started: raise the limit of processes (ulimit -u) or of memory"
-_PR_SET_PDEATHSIG = 1
 _parent: int | None = None
 
 
@@ -56,24 +53,17 @@ def asked_to_stop() -> bool:
     return _guard.by is not None
 
 
-def stop_with_parent(parent: int, poll: float = 0.5) -> None:
+def stop_with_parent(parent: int) -> None:
     """Send SIGTERM to this process, so that it saves its state, when `parent` has ended.
 
-    A killed parent cannot notify its children. On Linux the system does, through PR_SET_PDEATHSIG
-    (when the thread that started this one ends, so it must stay alive). Elsewhere a thread checks
-    every `poll` seconds.
+    A killed parent cannot notify its children, so a thread looks twice a second.
     """
     global _parent
     _parent = parent
-    if _set_parent_death_signal():
-        # The parent may have ended before that.
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(poll)
+            time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
@@ -82,18 +72,6 @@ def stop_with_parent(parent: int, poll: float = 0.5) -> None:
 def watched_parent() -> int | None:
     """Return the process whose end stops this one, if any."""
     return _parent
-
-
-def _set_parent_death_signal() -> bool:
-    """Ask Linux for a SIGTERM when the parent ends; return False on other systems."""
-    if not sys.platform.startswith("linux"):
-        return False
-    import ctypes  # Only workers need it.
-
-    try:
-        return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0)
-    except (OSError, AttributeError):
-        return False
 
 
 class StopRequest:
@@ -147,7 +125,6 @@ class _Guard:
         self.by: str | None = None
         self.requests = 0
         self._printed = False
-        self._lost = False
         self._uninstalled = threading.Event()
 
     def install(self) -> None:
@@ -180,17 +157,16 @@ class _Guard:
             print(message, file=sys.stderr, flush=True)
 
     def _stop(self, signum: int, frame: FrameType | None) -> NoReturn:
-        if self.by is not None and not self._lost:
+        if self.by is not None:
             self._end_now()  # A second signal: do not wait.
-        self.by, self._lost = signal.Signals(signum).name, False
+        self.by = signal.Signals(signum).name
         raise Stopped
 
     def _unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Note a stop that Python dropped in a destructor or callback, to raise it again."""
+        """End the process for a stop that Python drops, in a destructor or callback."""
         if isinstance(unraisable.exc_value, Stopped):
-            self._lost = True
-        else:
-            sys.__unraisablehook__(unraisable)
+            self._end_now()
+        sys.__unraisablehook__(unraisable)
 
     def _watch(self, pipe: int) -> None:
         """Wait for signals; end the process if no handler can run, as inside a long call into C."""
@@ -199,11 +175,8 @@ class _Guard:
             if signum in SIGNALS and not self.requests:
                 received = signal.Signals(signum)
                 break
-        for _ in range(int(GRACE_SECONDS / _POLL_SECONDS)):
-            if self._uninstalled.wait(_POLL_SECONDS):
-                return
-            if self._lost:
-                _thread.interrupt_main(received)
+        if self._uninstalled.wait(GRACE_SECONDS):
+            return
         self.by = self.by or received.name
         self._end_now()
 

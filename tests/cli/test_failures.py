@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,9 @@ def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "NORMATTN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match="NORMATTN_CACHE"):
-        default_cache_dir()
-    with pytest.raises(InputError, match="home directory"):
-        expand_path("~/runs")
+    for place in (default_cache_dir, partial(expand_path, "~/runs")):
+        with pytest.raises(InputError, match="home directory"):
+            place()
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert default_cache_dir() == Path("/caches/normattn")
 
@@ -87,14 +87,13 @@ _VERSION = shlex.join([sys.executable, "-m", "normattn", "--version"])
     ("shell", "code", "lines", "word"),
     [
         ("cd $(mktemp -d) && rmdir $PWD && exec {}", 2, 1, "working directory"),
-        ("exec {} >&-", 2, 1, "standard output"),
+        ("exec {} >&-", 2, 1, "output is closed"),
         ("exec {} 2>&-", 2, 0, ""),
         ("exec {} >&- 2>&-", 2, 0, ""),
         ("exec {} <&-", 2, 1, "--steps"),
         ("exec {} 2>/dev/full", 2, 0, ""),
         (f"{_VERSION} >/dev/full", 2, 1, "no space left"),
         (f"{_VERSION} | true; exit ${{{{PIPESTATUS[0]}}}}", 1, 0, ""),
-        ("ulimit -v 850000; exec {}", 2, 1, "ulimit -v"),
     ],
 )
 def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:

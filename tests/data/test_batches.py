@@ -36,7 +36,7 @@ from normattn.lab.data.tokens import Tiling
 from .helpers import make_images, make_split
 
 SPLIT = make_split([700, 3, 1200, 900])
-MASKING = Masking(vocab_size=3000)
+MASKING = Masking()
 
 
 # Text.
@@ -68,25 +68,23 @@ def test_only_chosen_tokens_change_and_their_targets_are_kept(
 ) -> None:
     tokens = np.arange(1, 6 * length + 1, dtype=np.int64).reshape(6, length)
     tokens[:, : min(separators, length)] = 0
-    masking = Masking(vocab_size=500, share=share)
-    rows = masking.rows(tokens, seed)
+    rows = Masking(share=share).rows(tokens, 500, seed)
     chosen = max(1, round(share * length))
     assert rows.positions.shape == rows.targets.shape == (6, chosen)
     assert (np.diff(rows.positions, axis=1) > 0).all()
     again = rows.ids.copy()
     np.put_along_axis(again, rows.positions, rows.targets, 1)
     np.testing.assert_array_equal(again, tokens)
-    assert (rows.ids <= masking.mask_id).all()
+    assert (rows.ids <= 500).all()
     left = length - min(separators, length)
     assert ((rows.targets == 0).sum(1) == max(0, chosen - left)).all()
 
 
 def test_the_shares_are_those_of_the_source() -> None:
     tokens = np.tile(np.arange(1, 101, dtype=np.int64), (4000, 1))
-    masking = Masking(vocab_size=101)
-    rows = masking.rows(tokens, 7)
+    rows = Masking().rows(tokens, 101, 7)
     shown = np.take_along_axis(rows.ids, rows.positions, 1)
-    masked, kept = shown == masking.mask_id, shown == rows.targets
+    masked, kept = shown == 101, shown == rows.targets
     assert shown.size == 4000 * 15
     assert abs(masked.mean() - 0.8) < 0.006
     # A token drawn at random is the right one in one of a hundred cases.
@@ -197,7 +195,7 @@ PAIRS = pair_split([(1 + n % 13, 1 + n % 7) for n in range(200)])
 RELATIONS = relation_split([1 + i % 7 for i in range(50)])
 KINDS: dict[str, Callable[[int], Any]] = {
     "text": text,
-    "masked text": lambda seed: MaskedBatches(text(seed), MASKING),
+    "masked text": lambda seed: MaskedBatches(text(seed), MASKING, 3000),
     "pairs": lambda seed: PairBatches(PAIRS, 600, seed),
     "documents": lambda seed: RelationBatches(RELATIONS, 3, 0, 8, seed),
     "images": lambda seed: ImageBatches(make_images(30), 8, seed, shift=1),
@@ -265,7 +263,7 @@ def test_sets_that_packages_carry(source: str, count: int, side: int) -> None:
     data = prepare_images(ImageDataConfig(source=source))
     splits = (data.train, data.validation, data.test)
     config = ImageDataConfig(source=source)
-    assert data.shape == image_shape(config) == shape(side, side, 1, 10)
+    assert image_shape(config) == shape(side, side, 1, 10)
     names = [set(each.names) for each in splits]
     assert sum(map(len, names)) == len(set.union(*names)) == count
     assert 0.17 < len(data.test) / count < 0.23

@@ -164,8 +164,6 @@ def test_bad_input() -> None:
         inspect_model(model_of(), ids_of(1, 3), read=lambda ids: None)
     with pytest.raises(InputError, match="1 to 512 tokens"):
         attention_weights(model_of(), torch.zeros(600, dtype=torch.int64))
-    with pytest.raises(InputError, match="every 1 or more steps"):
-        DiagnosticsProbe(0)
 
 
 @pytest.mark.parametrize(
@@ -261,16 +259,15 @@ def test_a_probe_leaves_lines_and_changes_nothing(tmp_path: Path) -> None:
         read_diagnostics(tmp_path)
 
 
-def test_warnings_come_once_a_kind() -> None:
+def test_a_warning_comes_once() -> None:
     said: list[str] = []
     probe, model, ids = DiagnosticsProbe(1, warn=said.append), model_of("QKNorm2020"), ids_of(2, 60)
     scores = [module for module in model.modules() if isinstance(module, Score)]
-    for scale, step in ((1e-6, 1), (1e-6, 2), (1e-6, 3), (1e5, 4), (1e5, 5)):
+    for scale, step in ((1e-6, 1), (1e5, 2), (1e5, 3)):
         for score in scores:
             assert score.scale is not None
             score.scale.data.fill_(scale)
         probed(model, probe, step, ids)
-    assert len(said) == 2
-    assert "scores spread at step 2" in said[0]
-    assert "scores concentrate at step 4" in said[1]
-    assert "blocks." in said[1]
+    [warning] = said
+    assert "scores concentrate at step 2" in warning
+    assert "blocks." in warning

@@ -21,7 +21,7 @@ from normattn.models.masked_lm import MaskedLM
 
 LENGTH = 24
 SPLIT = make_split([60, 30, 90])
-TEXTS = masked_set(SPLIT, LENGTH, Masking(200), max_windows=5, seed=1)
+TEXTS = masked_set(SPLIT, LENGTH, Masking(), 200, max_windows=5, seed=1)
 
 
 def _model(**changes: Any) -> MaskedLM:

@@ -170,9 +170,6 @@ def test_what_cannot_be_looked_at_is_refused() -> None:
         look(model, ids_of(1, 20))
     with pytest.raises(InputError, match="has a forgetting gate"):
         look(model_of("KNA-FoX"), ids_of(1, 8))
-    seen = look(model, ids_of(1, 8))[0]
-    with pytest.raises(InputError, match="a horizon must lie in 1 … 8"):
-        received_attention(seen, 9)
 
 
 def texts_of(length: int = 64) -> EvaluationSet:

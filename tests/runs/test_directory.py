@@ -312,7 +312,7 @@ def test_only_a_change_is_reported_and_each_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "environment.json"
     assert record_environment(path, {"torch": "1", "threads": 1}, 0) == []
     assert record_environment(path, {"torch": "1", "threads": 1}, 5) == []
-    assert record_environment(path, {"torch": "2", "threads": 1}, 7) == ["torch 1 → 2"]
+    assert record_environment(path, {"torch": "2", "threads": 1}, 7) == ["torch '1' → '2'"]
     assert record_environment(path, {"torch": "2", "threads": 1}, 8) == []
     assert record_environment(path, {"torch": "2", "threads": 4}, 9) == ["threads 1 → 4"]
     stored = json.loads(path.read_text())
@@ -335,18 +335,18 @@ def test_truncation_then_appending_gives_an_unbroken_file(tmp_path: Path, torn: 
         file.write(torn)
     assert read_metrics(tmp_path / "m") == [{"step": n, "loss": 1.0 / n} for n in (1, 2, 3, 4)]
     log = MetricsLog(tmp_path / "m")
-    assert log.truncate_after(3) == 3
+    log.truncate_after(3)
     for step in (4, 5, 6):
         log.append({"step": step, "loss": 1.0 / step})
     log.flush()
-    assert len(read_metrics(tmp_path / "m")) == log.lines == 6
+    assert len(read_metrics(tmp_path / "m")) == 6
     log.close()
     assert (tmp_path / "m").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_no_file_is_no_lines_and_a_damaged_line_is_named(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "m") == []
-    assert MetricsLog(tmp_path / "m").truncate_after(4) == 0
+    MetricsLog(tmp_path / "m").truncate_after(4)
     with pytest.raises(ValueError, match="JSON"):
         MetricsLog(tmp_path / "nan").append({"step": 1, "loss": float("nan")})
     (tmp_path / "m").write_text('{"step": 1}\n{"st\n{"step": 3}\n')

@@ -16,7 +16,6 @@ import pytest
 
 from normattn.errors import InputError, Interrupted
 from normattn.lab.runs import read_metrics
-from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.task import Probe, StepReport, Task
 from normattn.terminal import Console
@@ -98,11 +97,6 @@ def test_a_probe_sees_the_step_and_the_model_after_it_stopped_or_not(tmp_path: P
         looked(tmp_path / f"{stop}")
         whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
         assert (tmp_path / f"{stop}" / "looks.jsonl").read_bytes() == whole
-
-
-def test_two_probes_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="two probes would write one file"):
-        run(tmp_path, given={"probes": [Counting(), Counting()]})
 
 
 # Trackers.
@@ -211,19 +205,12 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_written(
 def test_a_run_may_be_resumed_with_another_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is said as in version 0.x among them."""
     fakes = {name: installed(monkeypatch, name) for name in ("trackio", "wandb")}
     with pytest.raises(Interrupted):
         trained(tmp_path, "trackio", until=4)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    stored["config"]["tensorboard"] = False
-    (tmp_path / "config.json").write_text(json.dumps(stored))
     trained(tmp_path, "wandb")
     steps = {name: [row[0] for row in next(iter(f.rows.values()))] for name, f in fakes.items()}
     assert steps == {"trackio": [1, 2, 3, 4], "wandb": list(range(5, STEPS + 1))}
-    assert LoopConfig.parse({"tensorboard": True}).track == "tensorboard"
-    with pytest.raises(InputError, match="unknown field tensorboard"):
-        LoopConfig.parse({"tensorboard": True, "track": "wandb"})
 
 
 def test_tensorboard_gets_every_step(tmp_path: Path) -> None:

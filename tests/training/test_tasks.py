@@ -156,7 +156,7 @@ def first_loss(kind: str, config: Any) -> float:
         return float(F.cross_entropy(logits, ids[:, 1:].flatten()).detach())
     encoder = MaskedLM(config.model)
     tokens = TrainingBatches(data.train, 15, rows, seed, tiling).batch(1)
-    masked = Masking(config.model.vocab_size).rows(tokens, seed, 1)
+    masked = Masking().rows(tokens, config.model.vocab_size, seed, 1)
     logits = encoder(torch.from_numpy(masked.ids))
     wanted = torch.take_along_dim(logits, torch.from_numpy(masked.positions)[..., None], 1)
     targets = torch.from_numpy(masked.targets).flatten()
@@ -313,8 +313,8 @@ def test_the_cost_of_each_kind(made: dict[str, Settings]) -> None:
         ("translation", {"batch_size": 3}, "batch_size"),
         ("translation", {"label_smoothing": 1.0}, "label_smoothing"),
         ("causal", {"data": {"corpus": "absent.txt", "vocab_size": 300}}, r"absent\.txt"),
-        ("vision", {"model": {"height": 4}}, "model.height is 4, but the images of .* have 8"),
-        ("vision", {"model": {"classes": 7}}, "model.classes is 7, but .* have 10"),
+        ("vision", {"model": {"height": 4}}, "model.height is 4 but the data makes it 8"),
+        ("vision", {"model": {"classes": 7}}, "model.classes is 7 but .* 10"),
         ("vision", {"shift": 8}, "a shift of 8"),
         ("classification", {"model": {"labels": 4}}, "model.labels is 4, but .* has 3 labels"),
         ("classification", {"batch_size": 64}, "24 documents, fewer than one batch of 64"),

@@ -17,7 +17,6 @@ from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.runs import read_metrics
 from normattn.lab.training import AdamWConfig, TigerConfig, TrainingConfig, train_model
-from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.init_from import Continuation
 from normattn.lab.training.task import derive_seed
 from normattn.lab.training.tasks.base import kept_model
@@ -63,7 +62,6 @@ def test_the_resolved_whole_reads_back_as_itself() -> None:
         ("optimiser.lr", float("nan"), r"lr: "),
         ("precision", "fp8", "precision: .*'fp16'"),
         ("schedule.warmup_steps", 13, "warmup_steps is 13, more than the 12 steps"),
-        ("accumulate", 3, "batch_size 8 does not divide into 3"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_field(
@@ -88,14 +86,6 @@ def test_json_toml_and_a_runs_own_file_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(whole))
     for name in ("c.json", "c.toml", "config.json"):
         assert TrainingConfig.load(tmp_path / name) == small()
-
-
-def test_a_configuration_of_before_that_chose_kernels_loads_or_is_refused() -> None:
-    """Kernels are no longer timed: "portable" is the only rule, and "fastest" is no setting."""
-    assert LoopConfig.parse({"kernels": "portable"}) == LoopConfig()
-    assert "kernels" not in LoopConfig().model_dump()
-    with pytest.raises(InputError, match="kernels is 'fastest'"):
-        LoopConfig.parse({"kernels": "fastest"})
 
 
 def files(path: Path) -> dict[str, bytes]:

@@ -24,9 +24,9 @@ from normattn.cli.generate import open_run
 from normattn.errors import InputError
 from normattn.hf.load import read_tokeniser
 from normattn.io import expand_path
-from normattn.lab.data.corpora import Document, parse_corpus
+from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.retrieval import DEPTHS, retrieval_set
-from normattn.lab.data.sources import split_of
+from normattn.lab.data.sources import Document, split_of
 from normattn.lab.data.tokeniser import SEPARATOR_ID, Tokeniser
 from normattn.lab.data.tokens import DataConfig, TokenData, TokenSplit
 from normattn.lab.data.windows import last_segment_sets

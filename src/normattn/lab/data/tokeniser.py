@@ -27,9 +27,7 @@ MAX_RUN_SAMPLE = 1 << 20
 
 Each run is one word to the trainer, which needs hundreds of bytes a character.
 """
-_PIECE_CHARACTERS = 1 << 18
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
-_SPACE = re.compile(r"(?<=\S)[ \n\t\r](?=\S)")
 _WHITE = re.compile(r"\s")
 # The library's threads warn and deadlock if the process forks later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -64,12 +62,12 @@ class Tokeniser:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
-        """Return the token ids of several texts of any length. Encodes one piece at a time."""
+        """Return the token ids of several texts."""
         return [
             np.concatenate(
                 [
                     np.array(encoding.ids, np.uint32)
-                    for piece in cut_pieces(text)
+                    for piece in cut_runs(text)
                     for encoding in self._bpe.encode_batch_fast([piece], add_special_tokens=False)
                 ]
             )
@@ -96,22 +94,13 @@ class Tokeniser:
 
 
 def train_tokeniser(
-    texts: Iterable[str],
-    vocab_size: int,
-    sample_bytes: int = SAMPLE_BYTES,
-    specials: Sequence[str] = (SEPARATOR,),
+    texts: Iterable[str], vocab_size: int, specials: Sequence[str] = (SEPARATOR,)
 ) -> Tokeniser:
-    """Train a byte-level BPE on the first `sample_bytes` (default 32 MiB) of `texts`.
+    """Train a byte-level BPE on the first `SAMPLE_BYTES` of `texts`.
 
     Deterministic: ties between merges are ordered by the pair. `vocab_size` includes the `specials`
-    (ids 0, 1, …; default the separator) and the 256 bytes. Raises `InputError` for less.
+    (ids 0, 1, …; default the separator) and the 256 bytes.
     """
-    minimum = 256 + len(specials)
-    if vocab_size < minimum:
-        raise InputError(
-            f"a byte-level vocabulary needs at least {minimum} entries (256 bytes and "
-            f"{', '.join(specials)}), got {vocab_size}"
-        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -121,7 +110,7 @@ def train_tokeniser(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_sample(texts, sample_bytes), trainer)
+    bpe.train_from_iterator(_sample(texts), trainer)
     return Tokeniser(bpe.to_str())
 
 
@@ -139,25 +128,8 @@ def cut_runs(text: str) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def cut_pieces(text: str) -> Iterator[str]:
-    """Cut a text into pieces of about 256,000 characters without changing its tokens.
-
-    Cuts are before a single white-space character between two others, where no word spans. Long
-    runs without a space are cut by `cut_runs`.
-    """
-    for run in cut_runs(text):
-        start = 0
-        while len(run) - start > _PIECE_CHARACTERS:
-            space = _SPACE.search(run, start + _PIECE_CHARACTERS)
-            if space is None:
-                break
-            yield run[start : space.start()]
-            start = space.start()
-        yield run[start:]
-
-
-def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
-    """Yield the first `sample_bytes` of the texts, with a limit on long runs without a space."""
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the first `SAMPLE_BYTES` of the texts, with a limit on long runs without a space."""
     sampled = run_characters = 0
     for text in texts:
         for piece in cut_runs(text):
@@ -166,7 +138,7 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
             if not is_run or run_characters <= MAX_RUN_SAMPLE:
                 yield piece
         sampled += len(text.encode())
-        if sampled >= sample_bytes:
+        if sampled >= SAMPLE_BYTES:
             return
 
 

@@ -18,14 +18,21 @@ from pydantic import Field, ValidationError, model_validator
 from normattn import io
 from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
-from normattn.lab.data.corpora import Corpus, Document, parse_corpus
-from normattn.lab.data.sources import SPLITS, Address, SplitName, Splits, SplitSettings
+from normattn.lab.data.corpora import parse_corpus
+from normattn.lab.data.sources import (
+    SPLITS,
+    Address,
+    Corpus,
+    Document,
+    SplitName,
+    Splits,
+    SplitSettings,
+)
 from normattn.lab.data.store import (
     ABOUT,
     Ragged,
     Row,
     Strings,
-    Values,
     cached_folder,
     column_digests,
     utf8,
@@ -48,13 +55,13 @@ _COUNT_CHUNK = 1 << 21
 class TokenSplit:
     """The tokens of one split: concatenated documents, each followed by a separator (id 0).
 
-    `tokens` (total,) is uint16 or uint32, in memory or in a file. Document i, with its separator,
-    is `tokens[offsets[i] : offsets[i + 1]]`; its name is `names[i]`.
+    `tokens` (total,) is uint16 or uint32, in memory or mapped from a file. Document i, with its
+    separator, is `tokens[offsets[i] : offsets[i + 1]]`; its name is `names[i]`.
     """
 
     name: SplitName
-    tokens: Values
-    offsets: Values
+    tokens: np.ndarray
+    offsets: np.ndarray
     names: Sequence[str]
 
     def __len__(self) -> int:
@@ -68,19 +75,19 @@ class TokenSplit:
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "documents"]:
         """Number of tokens of every document, without its separator."""
-        return np.diff(np.asarray(self.offsets)) - 1
+        return np.diff(self.offsets) - 1
 
     def document(self, index: int) -> Tokens:
         """Return the tokens of one document, without its separator."""
         if not 0 <= index < len(self):
             raise IndexError(f"the {self.name} split has {len(self)} documents, no {index}")
         start, stop = self.offsets[index : index + 2].tolist()
-        return np.asarray(self.tokens[start : stop - 1])
+        return self.tokens[start : stop - 1]
 
     def window(self, document: int, first: int, length: int) -> Tokens:
         """Return `length` tokens of a document, starting at its token `first`."""
         start = int(self.offsets[document]) + first
-        return np.asarray(self.tokens[start : start + length])
+        return self.tokens[start : start + length]
 
     def token_counts(self, vocab_size: int) -> Int64[np.ndarray, "vocab"]:
         """Count how often each token occurs, separators included."""
@@ -283,7 +290,7 @@ class CopyTask(Settings):
         test = self._tiled("test", generator, vocab_size, dtype)
         digest = hashlib.sha256()
         for split in (train, validation, test):
-            digest.update(np.asarray(split.tokens, "<u4").tobytes())
+            digest.update(split.tokens.astype("<u4").tobytes())
         return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
 
     def _tiled(

@@ -136,8 +136,6 @@ def last_segment_sets(
 
     Row w scores the same tokens in every set.
     """
-    if not multiples or min(multiples) < 1:
-        raise InputError(f"context multiples must be at least 1, got {tuple(multiples)}")
     longest = natural_set("last_segment", split, train_length, max(multiples), max_windows, seed)
     return [
         replace(
@@ -151,12 +149,7 @@ def last_segment_sets(
 
 
 def window_length(train_length: int, multiple: int) -> int:
-    """Return `train_length` × `multiple`; `InputError` if either is below 1 or it is too long."""
-    if train_length < 1 or multiple < 1:
-        raise InputError(
-            f"the training length and its multiple must be at least 1, got {train_length} and "
-            f"{multiple}"
-        )
+    """Return `train_length` × `multiple`; `InputError` if it is too long."""
     if train_length * multiple > MAX_TOKENS:
         raise InputError(
             f"{multiple:,} training lengths of {train_length:,} tokens are more than the "
@@ -173,8 +166,6 @@ def choose_windows(
     Every round takes a window from each document that has another one. The last round takes a
     random subset of the documents.
     """
-    if max_windows < 1:
-        raise InputError(f"an evaluation set needs at least 1 window, got {max_windows}")
     documents = split.documents_at_least(size)
     if len(documents) == 0:
         longest = int(split.lengths.max()) if len(split) else 0
@@ -234,11 +225,13 @@ class MaskedSet:
 
 
 def masked_set(
-    split: TokenSplit, length: int, masking: Masking, max_windows: int = 256, seed: int = 0
+    split: TokenSplit,
+    length: int,
+    masking: Masking,
+    vocab_size: int,
+    max_windows: int = 256,
+    seed: int = 0,
 ) -> MaskedSet:
-    """Return disjoint windows of natural text of `length` tokens, masked once by `seed`.
-
-    Raises `InputError` for a length below 2 or if no document is long enough.
-    """
+    """Return disjoint windows of natural text of `length` tokens, masked once by `seed`."""
     texts = natural_set("masked", split, length - 1, max_windows=max_windows, seed=seed)
-    return MaskedSet(length, masking.rows(texts.windows, seed), texts.documents)
+    return MaskedSet(length, masking.rows(texts.windows, vocab_size, seed), texts.documents)

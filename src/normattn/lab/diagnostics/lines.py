@@ -7,8 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.io import json_lines, open_file, parse_json
-from normattn.lab.runs import check_unchanged
+from normattn.lab.runs import read_metrics
 from normattn.settings import Settings, explain
 
 FILE = "diagnostics.jsonl"
@@ -56,15 +55,9 @@ def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
 
     `run` is the run's directory or the file. Raises `InputError` for a damaged file.
     """
-    path = check_unchanged(run / FILE if run.is_dir() else run)
-    if not path.exists():
-        return []
-    with open_file(path) as file:
-        lines = [line for _, line in json_lines(file.readline, lambda n: f"{path}, line {n},")]
-    # A line that is being written has no end yet.
-    complete = [line for line in lines if line.endswith(b"\n")]
+    path = run / FILE if run.is_dir() else run
     try:
-        return [DiagnosticsLine.model_validate(parse_json(line, str(path))) for line in complete]
+        return [DiagnosticsLine.model_validate(line) for line in read_metrics(path)]
     except ValidationError as error:
         raise InputError(
             f"{path} holds a line that is not a line of diagnostics: {explain(error)}"

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 
-from normattn.errors import InputError, NormattnError
+from normattn.errors import NormattnError
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.evaluation.retrieval import evaluate_retrieval
@@ -123,8 +123,6 @@ def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
     Bins are a quarter of the training length wide (at least 1). For texts longer than 16 training
     lengths, bins after the first training length grow by 2^(1/4) each.
     """
-    if not 0 <= start < length:
-        raise InputError(f"scored positions {start} to {length} are empty or negative")
     width = max(1, train_length // 4)
     if length <= 16 * max(train_length, 4):
         inner = range(width, length, width)
@@ -141,8 +139,6 @@ def rising_edges(length: int, train_length: int) -> tuple[int, ...]:
 
     Two bins per octave below the training length L, four above. L·2^k is an edge for every k.
     """
-    if length < 1 or train_length < 1:
-        raise InputError(f"a text of {length} tokens at a training length of {train_length}")
     below = [round(train_length * 2 ** (-step / 2)) for step in range(1, 2 * 30)]
     above = [round(train_length * 2 ** (step / 4)) for step in range(4 * 30)]
     return (0, *sorted({edge for edge in (*below, *above) if 0 < edge < length}), length)
@@ -179,8 +175,6 @@ def evaluate_run(
     Measurements in `store` are not made again. `on_measured` is called after each set, `on_method`
     after each method.
     """
-    if not evaluation_sets:
-        raise InputError("there is nothing to evaluate: no evaluation set was given")
     train_length = model.config.train_length
     if factor is None:
         factor = max(evaluation_set.length for evaluation_set in evaluation_sets) / train_length

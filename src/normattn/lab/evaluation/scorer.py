@@ -13,7 +13,6 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from normattn.errors import InputError
 from normattn.kernels.cross_entropy import TokenScores
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.windows import EvaluationSet
@@ -91,8 +90,6 @@ AnySet = EvaluationSet | RetrievalSet
 
 def rows_per_batch(tokens: int, length: int) -> int:
     """Return how many windows of `length` fit into `tokens`, at least one."""
-    if tokens < 1:
-        raise InputError(f"tokens_per_batch must be at least 1, got {tokens}")
     return max(1, tokens // length)
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-from normattn.errors import InputError
 from normattn.io import read_object, write_json
-from normattn.terminal import warn
+from normattn.settings import differences
 
 PACKAGES = ("normattn", "torch", "numpy", "tokenizers", "safetensors")
 
@@ -50,25 +49,18 @@ def record_environment(path: Path, current: dict[str, Any], step: int) -> list[s
     """Store `current` in the file `path`; return the changes, such as "torch 2.12.0 → 2.13.0".
 
     The file has `{"started": …, "resumed": [{"step": …, "environment": …}]}`. A resume is added
-    only if something changed. A damaged file is replaced with a warning.
+    only if something changed.
     """
     if step == 0 or not path.exists():
         write_json(path, {"started": current, "resumed": []})
         return []
-    try:
-        stored = read_object(path)
-        last = [stored["started"], *(resume["environment"] for resume in stored["resumed"])][-1]
-        changed = [
-            f"{key} {last.get(key, 'unknown')} → {current.get(key, 'unknown')}"
-            for key in dict.fromkeys([*current, *last])
-            if last and last.get(key) != current.get(key)
-        ]
-    except (LookupError, TypeError, AttributeError, InputError):
-        warn(f"warning: {path} is damaged; what the run ran on before is lost")
-        stored, last, changed = {"started": {}, "resumed": []}, {}, []
-    if changed or not last:
-        resumed = [*stored["resumed"], {"step": step, "environment": current}]
-        write_json(path, {**stored, "resumed": resumed})
+    stored = read_object(path)
+    resumed = stored.setdefault("resumed", [])
+    last = resumed[-1]["environment"] if resumed else stored.get("started", {})
+    changed = [f"{name} {old} → {new}" for name, old, new in differences(last, current)]
+    if changed:
+        resumed.append({"step": step, "environment": current})
+        write_json(path, stored)
     return changed
 
 

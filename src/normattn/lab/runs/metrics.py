@@ -26,29 +26,25 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = 0
         self._file: TextIOWrapper | None = None
         self._flushed = 0.0
 
-    def truncate_after(self, step: int) -> int:
-        """Delete the lines after `step` and a partial last line; return the number of lines left.
+    def truncate_after(self, step: int) -> None:
+        """Delete the lines after `step` and a partial last line.
 
         Raises `InputError` if a line that should stay is damaged.
         """
         self.close()
-        self.lines = 0
         if not self.path.exists():
-            return 0
+            return
         with explain_os_errors(self.path), self.path.open("r+b") as file:
             end = 0
             for record, line in _records(file, self.path):
                 if record["step"] > step:
                     break
                 end += len(line)
-                self.lines += 1
             file.truncate(end)
             os.fsync(file.fileno())
-        return self.lines
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a line; it is flushed within about a second."""
@@ -56,7 +52,6 @@ class MetricsLog:
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8", buffering=1 << 20)
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self.lines += 1
             now = time.monotonic()
             if now - self._flushed > FLUSH_SECONDS:
                 self._file.flush()

@@ -50,7 +50,7 @@ def read_status(path: Path) -> RunStatus | None:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
         raise InputError(
-            f"{file} is damaged: {name}: {first['msg']}; rerun the run's command to write it again"
+            f"{file} is damaged: {name}: {first['msg']}; delete it and rerun the command"
         ) from None
 
 

@@ -272,9 +272,9 @@ class EncoderRun(MeasuredRun):
 
 def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -> MaskedSet:
     """The texts that all models of a study are scored on, with the same masked tokens."""
-    masking = config.masking.make(config.model.vocab_size)
-    split, length = data.split(settings.split), config.model.train_length
-    return masked_set(split, length, masking, settings.max_windows, settings.seed)
+    split, model = data.split(settings.split), config.model
+    size, sampling = model.vocab_size, (settings.max_windows, settings.seed)
+    return masked_set(split, model.train_length, config.masking, size, *sampling)
 
 
 def _measure_layers(

@@ -30,7 +30,6 @@ from normattn.lab.sweep.paths import RunPaths, read_or_empty, write_if_changed, 
 from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
 from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep
 from normattn.lab.training.distributed import choose_device
-from normattn.lab.training.init_from import HasFingerprint
 from normattn.locks import InUseError, locked
 from normattn.stopping import stop_with_parent
 from normattn.terminal import Console, warn
@@ -156,8 +155,7 @@ def _prepare(console: Console, sweep: Sweep) -> None:
         with console.status("preparing the data"):
             data = run.training_config.prepare()
             lines = sweep.describe(run, data)
-        if isinstance(data, HasFingerprint):
-            now[run.data_key[1]] = data.fingerprint
+        now[run.data_key[1]] = data.fingerprint
         for line in lines:
             if line not in printed:
                 print_line(line, console)

@@ -16,8 +16,8 @@ from normattn.score import ScoreSpec
 from normattn.settings import Settings
 
 # Settings that may change when a run resumes: they do not affect the losses, or (threads, parallel)
-# only by rounding. Runs from before `track` have `tensorboard`.
-CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "tensorboard", "parallel"})
+# only by rounding.
+CHANGEABLE = frozenset({"threads", "checkpoint_seconds", "track", "parallel"})
 
 
 Config = TypeVar("Config", bound="LoopConfig")
@@ -84,17 +84,6 @@ class ScheduleConfig(Settings):
     warmup_steps: int = Field(default=100, ge=0)
     floor: float = Field(default=0.1, ge=0.0, le=1.0)
 
-    @model_validator(mode="after")
-    def _check_floor(self) -> ScheduleConfig:
-        # The default is allowed, because saved settings contain it.
-        default = type(self).model_fields["floor"].default
-        if self.name == "constant" and self.floor != default:
-            raise ValueError(
-                f"floor {self.floor:g} changes nothing where the learning rate stays constant; "
-                f"leave it at {default:g}, or take cosine"
-            )
-        return self
-
 
 class LoopConfig(Settings):
     """How to train, in optimiser steps.
@@ -152,10 +141,7 @@ class LoopConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _name_optimiser(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        values = cls.upgrade(values)
-        if isinstance(values.get("optimiser"), Mapping):
+        if isinstance(values, Mapping) and isinstance(values.get("optimiser"), Mapping):
             return {**values, "optimiser": {"name": "adamw", **values["optimiser"]}}
         return values
 
@@ -191,24 +177,6 @@ class LoopConfig(Settings):
         for score in self.scores if qk_clip else ():
             check_qk_clip(score)
         return self
-
-    @classmethod
-    def upgrade(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert settings of version 0.x: `tensorboard` became `track`, `kernels` is gone.
-
-        Raises `InputError` for `kernels` other than "portable", the only rule now.
-        """
-        values, tensorboard = dict(values), values.get("tensorboard")
-        if isinstance(tensorboard, bool) and not (tensorboard and "track" in values):
-            del values["tensorboard"]
-            values |= {"track": "tensorboard"} if tensorboard else {}
-        if values.get("kernels", "portable") != "portable":
-            raise InputError(
-                f"kernels is {values['kernels']!r}, but kernels are no longer chosen by timing; "
-                "leave the field out"
-            )
-        values.pop("kernels", None)
-        return values
 
     @classmethod
     def load(cls: type[Config], path: Path | str) -> Config:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from normattn.errors import InputError
 from normattn.io import expand_path, read_object, write_json
-from normattn.lab.data.sources import Splits
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
 from normattn.models import CausalLM, CausalLMConfig
@@ -23,35 +22,24 @@ CORPUS_FILE = "corpus.json"
 TOKENISER_FILE = "tokeniser.json"
 
 
-@runtime_checkable
-class HasFingerprint(Protocol):
-    """Prepared data with a hash."""
-
-    @property
-    def fingerprint(self) -> str:  # noqa: D102
-        ...
-
-
-def record_corpus(data: object, out: Path) -> None:
+def record_corpus(data: Any, out: Path) -> None:
     """Write `corpus.json` at the start of a run; `InputError` if it exists with other data.
 
     The file has the `fingerprint` of the data and, for tokens, the `sources` of the text. The files
     of a corpus may change while a run is stopped; a resumed run would mix token ids. Warns of an
     empty test split.
     """
-    if isinstance(data, Splits) and not len(data.test):
+    if not len(data.test):
         warn(
             "warning: the test split has no document, so the trained model cannot be evaluated: "
             "use more documents, or a larger data.test_fraction"
         )
-    if not isinstance(data, HasFingerprint):
-        return
     refuse_other_data(data, out, "begun")
-    sources = dict(data.sources) if isinstance(data, TokenData) else {}
+    sources = dict(getattr(data, "sources", {}))
     write_json(out / CORPUS_FILE, {"fingerprint": data.fingerprint, "sources": sources})
 
 
-def refuse_other_data(data: HasFingerprint, run: Path, was: str = "trained") -> None:
+def refuse_other_data(data: Any, run: Path, was: str = "trained") -> None:
     """Raise `InputError` if the run in `run` was trained on other data than `data`.
 
     Token ids would differ, and test documents might have been trained on. A run without a

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.errors import DivergedError, Interrupted
 from normattn.lab.runs import (
     Checkpoint,
     MetricsLog,
@@ -159,11 +159,6 @@ class _Loop:
         on_step: Callable[[StepReport], None] | None,
         export_kept: Callable[[Task, int], None] | None,
     ) -> TrainingResult:
-        names = [probe.name for probe in probes]
-        if "metrics" in names:
-            raise InputError("a probe is called 'metrics', whose file belongs to the training")
-        if len(set(names)) != len(names):
-            raise InputError(f"two probes would write one file: they are called {sorted(names)}")
         self.probes = [(p, MetricsLog(self.run.path / f"{p.name}.jsonl")) for p in probes]
         self.logs = [self.run.metrics, *(log for _, log in self.probes)]
         callbacks = () if on_step is None else (on_step,)
@@ -221,11 +216,6 @@ class _Loop:
             log.truncate_after(step)
         if checkpoint:
             loaded.append(checkpoint)
-            if run.metrics.lines != meta["metrics_lines"]:
-                warn(
-                    f"warning: {run.metrics.path} holds {run.metrics.lines} lines up to step "
-                    f"{step}, but {meta['metrics_lines']} were written; the rest is lost"
-                )
         current = describe_environment(
             device=str(self.world.device.type),
             precision=config.precision,
@@ -308,7 +298,7 @@ class _Loop:
         assert self.last is not None
         # Leave out clock times, so that equal runs have equal checkpoints.
         last = {**asdict(self.last), "tokens_per_second": 0.0, "seconds": 0.0}
-        meta = {"metrics_lines": self.run.metrics.lines, "last": last}
+        meta: dict[str, Any] = {"last": last}
         if self.stepper.scaler.is_enabled():
             meta["loss_scale"] = self.stepper.scaler.state_dict()
         tensors = pack(self.task.model, self.stepper.optimiser)

@@ -119,9 +119,7 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
     if isinstance(config, MuonConfig):
         return Optimiser(_muon(model, groups, config))
     decayed, undecayed = {**groups.matrices, **groups.embeddings}, groups.vectors
-    fused = all(p.device.type in ("cpu", "cuda") for _, p in groups.items())
-    options = {"fused": fused, "foreach": None if fused else True}
-    return Optimiser([(_adamw(decayed, undecayed, config, **options), names)])
+    return Optimiser([(_adamw(decayed, undecayed, config, fused=True), names)])
 
 
 def _adamw(

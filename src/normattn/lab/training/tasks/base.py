@@ -27,7 +27,6 @@ from normattn.models.flops import planned_parameters
 from normattn.models.pretrained import check_weights, save_model
 from normattn.score import ScoreSpec
 from normattn.settings import explain
-from normattn.terminal import warn
 
 MODEL = "model"
 Loss = tuple[Tensor, Mapping[str, Tensor]]
@@ -56,7 +55,7 @@ class ModelTrainingConfig(LoopConfig, ABC):
         return {}
 
     @classmethod
-    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
         """Return defaults of the model's settings that depend on the data."""
         return {}
 
@@ -76,7 +75,7 @@ class ModelTrainingConfig(LoopConfig, ABC):
             data = kind.model_validate(data) if isinstance(data, Mapping) else data
         except ValidationError as error:
             raise ValueError(f"data.{explain(error)}") from error
-        filled = {**cls.defaults_from_data(data, model), **cls.from_data(data), **model}
+        filled = {**cls.defaults_from_data(data), **cls.from_data(data), **model}
         return {**values, "model": filled}
 
     @model_validator(mode="after")
@@ -133,8 +132,8 @@ class ModelTrainingConfig(LoopConfig, ABC):
         )
 
     def check(self, data: Any, shards: int) -> None:
-        """Raise `InputError` if training is impossible, before the run directory is created."""
-        self.batches(data, derive_seed(self.seed, "batches"))
+        """Raise `InputError` if there is no batch, or it does not divide into `shards`."""
+        self.batches(data, derive_seed(self.seed, "batches")).batch(1, 0, shards)
 
     def task(self, data: Any, device: torch.device, shards: int) -> ModelTask:
         """Return the task on `device`, with `shards` shards a step."""
@@ -149,24 +148,6 @@ class BatchTrainingConfig(ModelTrainingConfig):
     """
 
     batch_size: int = Field(default=32, ge=1, le=10**7)
-
-    @model_validator(mode="after")
-    def _check_batch(self) -> BatchTrainingConfig:
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into {self.accumulate} "
-                "micro-batches; accumulate must divide it"
-            )
-        return self
-
-    def check(self, data: Any, shards: int) -> None:
-        """Raise also if the batch does not divide into the micro-batches of all processes."""
-        if self.batch_size % shards:
-            raise InputError(
-                f"batch_size {self.batch_size} does not divide into {shards} micro-batches "
-                "(processes × accumulate)"
-            )
-        super().check(data, shards)
 
 
 class ModelTask:
@@ -193,8 +174,6 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
     `config.keep` to `out/kept/step-N/`. A finished run returns at once. Raises like `train`, and
     `InputError` for unusable data, the directory of another run, or too little memory.
     """
-    if reserved := options.keys() & {"on_start", "export", "export_kept"}:
-        raise InputError(f"train_model sets {', '.join(sorted(reserved))} itself")
     out = Path(out)
 
     def open_run() -> RunDirectory:
@@ -233,11 +212,7 @@ def kept_model(run: Path, step: int) -> Path:
 def _finished_result(run: RunDirectory) -> TrainingResult | None:
     if not run.exists:
         return None
-    try:
-        status = run.status
-    except InputError as error:
-        warn(f"warning: {error}; resuming from the last checkpoint")
-        return None
+    status = run.status
     if status is None or status.state != "finished":
         return None
     records, problem = read_metrics(run.metrics.path), "its metrics.jsonl is gone"

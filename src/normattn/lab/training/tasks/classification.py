@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +54,7 @@ class ClassificationConfig(BatchTrainingConfig):
         return {"vocab_size": data.vocab_size}
 
     @classmethod
-    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
         """Return the data's `max_tokens` as the training length."""
         return {"train_length": max(2, data.max_tokens)}
 
@@ -109,21 +108,9 @@ class VisionTrainingConfig(BatchTrainingConfig):
     shift: int = Field(default=0, ge=0)
 
     @classmethod
-    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the shape of the images if the model's is incomplete."""
-        if {"height", "width", "channels", "classes"} <= model.keys():
-            return {}
-        return {**image_shape(data)}
-
-    def check(self, data: ImageData, shards: int) -> None:
-        """Raise also if the images do not have the model's shape."""
-        for name, value in data.shape.items():
-            if getattr(self.model, name) != value:
-                raise InputError(
-                    f"model.{name} is {getattr(self.model, name)}, but the images of "
-                    f"{self.data.source} have {value}; leave it out"
-                )
-        super().check(data, shards)
+    def from_data(cls, data: Any) -> dict[str, Any]:
+        """Return the shape of the images."""
+        return image_shape(data)
 
     def batches(self, data: ImageData, seed: int) -> ImageBatches:
         """Return batches of images in −1 … 1 and their classes."""

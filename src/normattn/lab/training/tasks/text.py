@@ -22,7 +22,6 @@ from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
 from normattn.models.flops import flops_per_token, stack_flops
 from normattn.models.masked_lm import MaskedLM
-from normattn.settings import Settings
 
 
 class TextTrainingConfig(BatchTrainingConfig):
@@ -100,26 +99,6 @@ class TrainingConfig(TextTrainingConfig):
         return tokens, tokens * flops_per_token(self.model, self.sequence_length).training
 
 
-class MaskingConfig(Settings):
-    """The shares of `Masking`: of tokens chosen, then of these masked or replaced."""
-
-    share: float = Field(default=0.15, gt=0, le=1)
-    masked: float = Field(default=0.8, ge=0, le=1)
-    random: float = Field(default=0.1, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _check(self) -> MaskingConfig:
-        if self.masked + self.random > 1:
-            raise ValueError(
-                f"masked {self.masked:g} and random {self.random:g} are more than 1 together"
-            )
-        return self
-
-    def make(self, vocab_size: int) -> Masking:
-        """Return the masking for a vocabulary."""
-        return Masking(vocab_size, self.share, self.masked, self.random)
-
-
 class MaskedConfig(TextTrainingConfig):
     """A masked language model, its data, and how it is trained to predict hidden tokens.
 
@@ -132,7 +111,7 @@ class MaskedConfig(TextTrainingConfig):
     model_class: ClassVar[Any] = MaskedLM
 
     model: MaskedLMConfig
-    masking: MaskingConfig = MaskingConfig()
+    masking: Masking = Masking()
     # Not dumped if None, so that older runs keep their digests.
     continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
 
@@ -147,7 +126,7 @@ class MaskedConfig(TextTrainingConfig):
         # A training window has one more token than its length, for next-token targets.
         length, tiling = self.model.train_length - 1, self.data.tiling
         windows = TrainingBatches(data.train, length, self.batch_size, seed, tiling)
-        return MaskedBatches(windows, self.masking.make(self.model.vocab_size))
+        return MaskedBatches(windows, self.masking, self.model.vocab_size)
 
     def loss(self, model: Any, batch: Any, shards: int) -> Loss:
         """Return the mean cross-entropy in nats and the accuracy over the chosen tokens."""
@@ -160,7 +139,7 @@ class MaskedConfig(TextTrainingConfig):
     def step_cost(self) -> tuple[int, float]:
         """Return the input tokens and FLOPs of a step. Heads compute the chosen tokens only."""
         model, length, rows = self.model, self.model.train_length, self.batch_size
-        chosen = self.masking.make(model.vocab_size).chosen(length)
+        chosen = self.masking.chosen(length)
         heads = model.layers if model.exits else 1
         head = 3 * 2.0 * model.vocab_size * model.dim * heads
         return rows * length, rows * (length * stack_flops(model, length).training + chosen * head)

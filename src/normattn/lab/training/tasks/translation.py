@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,13 +62,9 @@ class TranslationConfig(ModelTrainingConfig):
         return {"source_vocab": size, "target_vocab": size, "shared_vocabulary": True}
 
     @classmethod
-    def defaults_from_data(cls, data: Any, model: Mapping[str, Any]) -> dict[str, Any]:
+    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
         """Return the data's `max_length` as the training length."""
         return {"train_length": data.max_length}
-
-    def check(self, data: PairData, shards: int) -> None:
-        """Raise if the longest pairs do not fit into a batch, or it does not divide."""
-        self.batches(data, 0).batch(1, 0, shards)
 
     def batches(self, data: PairData, seed: int) -> PairBatches:
         """Return batches of sentence pairs of similar length."""
