@@ -62,9 +62,9 @@ def pad_rows(
     return ids, padding
 
 
-def check_shards(batch_size: int, kind: str, shard: int, shards: int) -> None:
+def check_shards(batch_size: int, kind: str, shards: int) -> None:
     """Raise `InputError` if a batch of `batch_size` items does not divide into equal shards."""
-    if batch_size % shards or not 0 <= shard < shards:
+    if batch_size % shards:
         raise InputError(
             f"a batch of {batch_size} {kind} does not divide into {shards} micro-batches "
             f"(processes × accumulate); take a multiple of {shards}"
@@ -111,7 +111,7 @@ class TrainingBatches:
 
         The concatenated shards are the batch. Raises `InputError` if it does not divide evenly.
         """
-        check_shards(self.batch_size, "sequences", shard, shards)
+        check_shards(self.batch_size, "sequences", shards)
         count = self.batch_size // shards
         drawn = uniforms(self.seed, step, self.batch_size, 3)[shard * count : (shard + 1) * count]
         periods = np.full(len(drawn), self.length + 1, dtype=np.int64)

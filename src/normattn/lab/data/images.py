@@ -158,7 +158,7 @@ class ImageBatches:
         Images are float32 (rows, C, H, W) in −1 … 1. The concatenated shards are the batch. Raises
         `InputError` if it does not divide evenly.
         """
-        check_shards(self.batch_size, "images", shard, shards)
+        check_shards(self.batch_size, "images", shards)
         count = self.batch_size // shards
         rows = slice(shard * count, (shard + 1) * count)
         # Indices run over all epochs: a batch may contain the end of one and the start of the next.

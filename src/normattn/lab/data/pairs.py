@@ -253,10 +253,10 @@ class PairBatches:
 
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> PairBatch:
         """Return shard `shard` of `shards` of the batch of `step` (from 1), of equal row counts."""
-        if MULTIPLE % shards or not 0 <= shard < shards:
+        if MULTIPLE % shards:
             raise InputError(
                 f"a batch of sentence pairs is shared by 1, 2, 4 or 8 processes and micro-batches, "
-                f"not by {shards} (shard {shard})"
+                f"not by {shards}"
             )
         epoch, position = divmod(step - 1, len(self))
         order, batch_order = self._order(epoch)

@@ -271,7 +271,7 @@ class RelationBatches:
         All shards are padded to the longest document of the batch. Raises `InputError` if the
         batch does not divide evenly.
         """
-        check_shards(self.batch_size, "documents", shard, shards)
+        check_shards(self.batch_size, "documents", shards)
         epoch, position = divmod(step - 1, self.per_epoch)
         documents = self._epoch_batches(epoch)[position]
         longest = int(self._lengths[documents].max())
