@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
+import re
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -15,21 +16,25 @@ class NormattnError(Exception):
     """Base class of the library's errors."""
 
 
-_MAX_MESSAGE = 2000
+_MAX_WORD, _MAX_MESSAGE = 320, 2000
 
 
 class InputError(NormattnError, ValueError):
     """Bad input. The message says what was wrong, where, and what was expected.
 
-    Messages of more than 2,000 characters are shortened in the middle.
+    Words of more than 320 characters and messages of more than 2,000 are shortened in the middle.
     """
 
     def __str__(self) -> str:
         # Not in `__init__`, which torch.compile cannot trace.
         text = super().__str__()
-        if len(text) <= _MAX_MESSAGE:
-            return text
-        return f"{text[:900]}… ({len(text):,} characters) …{text[-900:]}"
+        if len(text) > _MAX_WORD:
+            text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _shorten(word[0], 100), text)
+        return _shorten(text, 900) if len(text) > _MAX_MESSAGE else text
+
+
+def _shorten(text: str, ends: int) -> str:
+    return f"{text[:ends]}… ({len(text):,} characters) …{text[-ends:]}"
 
 
 class DivergedError(NormattnError):
