@@ -30,20 +30,13 @@ class _Places:
         return (mask.query[:, None] + 1) * mask.key.float().sin()
 
 
-class _Share:
-    """Each score by itself."""
-
-    def weights(self, score: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-        return score.sigmoid()
-
-
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": torch.randn(4, 9)},
     "learned bias": {"bias": torch.randn(4, 9, requires_grad=True)},
     "pairs": {"pairs": _Places()},
-    "normaliser": {"normaliser": _Share()},
+    "normaliser": {"normaliser": lambda score, mask: score.sigmoid()},
     "selection": {"selection": Selection(torch.zeros(2, 7))},
     "sink": {"sink": torch.randn(4)},
     "cap": {"cap": 2.0},
@@ -135,13 +128,13 @@ def test_every_feature_is_in_the_grid_or_tested_elsewhere() -> None:
 
 def test_reasons_name_the_kernel_that_runs_and_refuse_the_others() -> None:
     for case in GRID:
-        decision = reasons(_inputs(*case))
-        assert set(decision.refused) == set(TABLE) - {decision.kernel}
-        assert decision.why
-        assert all(decision.refused.values())
-    named = reasons(_inputs("plain", "", False, True), "reference")
-    assert named.kernel == "reference"
-    assert named.refused["fused"] == "possible, but reference was asked for"
+        chosen, why, refused = reasons(_inputs(*case))
+        assert set(refused) == set(TABLE) - {chosen}
+        assert why
+        assert all(refused.values())
+    named, _, refused = reasons(_inputs("plain", "", False, True), "reference")
+    assert named == "reference"
+    assert refused["fused"] == "possible, but reference was asked for"
     with pytest.raises(InputError, match="cannot serve"):
         reasons(_inputs("cap", "", False, True), "fused")
 

@@ -14,7 +14,7 @@ from normattn.layers.cross_attention import CrossAttention
 from normattn.layers.residual_scores import residual_layers
 from score.cases import tensors
 
-DIM, SOURCE_DIM, HEADS, L = 16, 12, 4, 8
+DIM, HEADS, L = 16, 4, 8
 SCORES = [
     *("Baseline-NoPE", "Baseline-logn-NoPE", "QNA-NoPE", "KNA-logn-NoPE", "CosA-NoPE"),
     *("CosA-logn-NoPE", "QKRMSNorm-NoPE", "QLayerNorm-NoPE", "KInstanceNorm-NoPE"),
@@ -27,7 +27,7 @@ PLACED += ["Baseline-NoPE-Chunked(size=4)"]
 def _layer(score: str, kv_heads: int = 2) -> CrossAttention:
     torch.manual_seed(0)
     spec = score if "@" in score else f"{score}@{L}"
-    layer = CrossAttention(DIM, HEADS, kv_heads, spec, source_dim=SOURCE_DIM).double()
+    layer = CrossAttention(DIM, HEADS, kv_heads, spec).double()
     for parameter in layer.score.parameters():
         nn.init.uniform_(parameter, 0.5, 1.5)
     return layer
@@ -41,7 +41,7 @@ def _padding(lengths: list[int]) -> Tensor:
 def test_it_is_attention_of_both_sequences(score: str) -> None:
     """With each kind of score: what `attention`, tried against the definition, makes of q, k, v."""
     layer = _layer(score)
-    x, source = tensors((2, 3, DIM), (2, 6, SOURCE_DIM))
+    x, source = tensors((2, 3, DIM), (2, 6, DIM))
     padding = _padding([6, 4])
     query_padding = torch.tensor([[False, False, True], [False] * 3])
     here, there = torch.tensor([4, 5, 9]), torch.arange(6)
@@ -65,7 +65,7 @@ def test_it_is_attention_of_both_sequences(score: str) -> None:
 def test_positions_of_one_row_are_those_of_all() -> None:
     """Given as (1, T): with several rows for a source, and after sources are chosen."""
     layer, rows = _layer("Baseline"), torch.tensor([2, 0])
-    x, source = tensors((6, 4, DIM), (3, 5, SOURCE_DIM))
+    x, source = tensors((6, 4, DIM), (3, 5, DIM))
     here, there = torch.arange(4) + 3, torch.arange(5)
     memory, alike = (layer.remember(source, positions=at) for at in (there, there[None]))
     torch.testing.assert_close(
@@ -79,7 +79,7 @@ def test_positions_of_one_row_are_those_of_all() -> None:
 @pytest.mark.parametrize("score", ["KNA-logn-NoPE", "Baseline"])
 def test_a_memory_can_be_reordered(score: str) -> None:
     layer, lengths = _layer(score), [5, 3, 4]
-    x, source = tensors((2, 4, DIM), (3, 5, SOURCE_DIM))
+    x, source = tensors((2, 4, DIM), (3, 5, DIM))
     places = torch.arange(5).expand(3, -1)
     rows = torch.tensor([2, 0])
     memory = layer.remember(source, _padding(lengths), places).choose(rows)
@@ -94,7 +94,7 @@ def test_residual_scores_are_summed(mean: bool) -> None:
     score = "Baseline-NoPE-RealFormer" + ("(running_mean=true)" if mean else "")
     layers, lengths = [_layer(score), _layer(score)], [5, 3]
     nn.init.normal_(layers[1].q.weight)
-    x, source = tensors((4, 2, DIM), (2, 5, SOURCE_DIM))
+    x, source = tensors((4, 2, DIM), (2, 5, DIM))
     residual, total, padding = residual_layers(layers[0].score.spec, 2), 0.0, _padding(lengths)
     assert residual is not None
     for number, layer in enumerate(layers, 1):

@@ -90,7 +90,7 @@ def test_a_step_towards_the_output_of_the_sub_layer() -> None:
     """h ← justnorm(h + |α|·(justnorm(f) − h)) of the authors, whose h is ours over √d."""
     torch.manual_seed(0)
     inner, dim = nn.Linear(6, 6).double(), 6
-    placed = NGPT(inner, RMSNorm(dim, 0.0, gain=False), dim, start=0.05).double()
+    placed = NGPT(inner, RMSNorm(dim, 0.0, gain=False), dim).double()
     x = torch.randn(2, 3, dim, dtype=torch.float64)
     h = x / x.norm(dim=-1, keepdim=True)
     with torch.no_grad():

@@ -215,22 +215,19 @@ def headed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "first", "through"), [(256, 130, 128), (256, 63, 256), (200, 150, 200), (1, 0, 1)]
-)
-def test_last_tokens_have_the_same_scores_to_the_last_bit(
-    tokens: int, first: int, through: int, bf16: bool, headed: list[int]
+@pytest.mark.parametrize(("tokens", "first"), [(256, 130), (200, 150), (1, 0)])
+def test_only_the_last_tokens_pass_the_head(
+    tokens: int, first: int, bf16: bool, headed: list[int]
 ) -> None:
     model = _model(dim=64, heads=2, vocab_size=512).float()
     ids = torch.randint(512, (3, tokens + 1))
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         whole, last = model.token_scores(ids), model.token_scores(ids, first)
-    assert headed == [3 * tokens, 3 * through]
+    assert headed == [3 * tokens, 3 * (tokens - first)]
     assert last.loss.shape == last.correct.shape == (3, tokens - first)
-    # Of bf16 and of other libraries nobody knows that they round a row alike among any others.
-    close = 1e-2 if bf16 else 0.0 if torch.backends.mkl.is_available() else 1e-5  # type: ignore[no-untyped-call]
+    close = 1e-2 if bf16 else 1e-5
     torch.testing.assert_close(last.loss, whole.loss[:, first:], rtol=close, atol=close)
-    assert torch.equal(last.correct, whole.correct[:, first:])
+    assert bf16 or torch.equal(last.correct, whole.correct[:, first:])
     for outside in (-1, tokens):
         with pytest.raises(InputError, match=f"{outside} on were asked for, .* predicts {tokens}"):
             model.token_scores(ids, outside)

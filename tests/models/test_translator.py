@@ -170,7 +170,7 @@ def test_what_it_costs(changes: dict[str, Any]) -> None:
             {"cross_score": "KNA-NoPEEvery(every=2)", "shared_layers": True},
             "differs from layer to layer",
         ),
-        ({"cross_score": "Baseline-ReRoPE(window=2)"}, "not between sequences"),
+        ({"cross_score": "Baseline-ReRoPE(window=2)"}, "within one sequence"),
         ({"decoder_score": "Baseline-Packed"}, "packs documents"),
         ({"block": "gau", "heads": 1, "kv_heads": None}, "has no cross attention"),
         ({"target_vocab": 20}, "shared_vocabulary=False"),
@@ -188,7 +188,7 @@ def test_bad_sentences() -> None:
     model, source, target = MODELS["KNA"], _sentences([4, 2]), _sentences([3, 2], 1, begin=True)
     with pytest.raises(InputError, match="a source has no token"):
         model(torch.zeros_like(source), target)
-    with pytest.raises(InputError, match="this vocabulary is 0 to 18"):
+    with pytest.raises(InputError, match="vocabulary is 0 to 18"):
         model(source + 20, target)
     with pytest.raises(InputError, match="nothing to predict"):
         model.loss(source, target[:, :1])

@@ -54,7 +54,7 @@ def products(layer: nn.Module, x: Tensor, source: Tensor, seen: Tensor) -> Tenso
 LAYERS: dict[str, Any] = {
     "heads": lambda: Attention(DIM, 4, score="Baseline-NoPE", bias=True),
     "grouped": lambda: Attention(DIM, 4, 2, score="Baseline-NoPE", qkv_bias=True),
-    "across": lambda: CrossAttention(DIM, 4, 2, bias=True),
+    "across": lambda: CrossAttention(DIM, 4, 2),
     "gau": lambda: GatedAttentionUnit(DIM, 6, score="Baseline-NoPE", offset=True),
 }
 

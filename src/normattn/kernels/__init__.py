@@ -1,16 +1,9 @@
 """softmax(score) · value for plain tensors: a readable reference and fast paths that equal it."""
 
-from normattn.kernels.cross_entropy import (
-    LinearCrossEntropy,
-    TokenScores,
-    linear_cross_entropy,
-    token_scores,
-)
+from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
 from normattn.kernels.dispatch import (
     BACKENDS,
     TABLE,
-    AttentionOutput,
-    Decision,
     attend,
     choose,
     reasons,
@@ -24,10 +17,6 @@ __all__ = [
     "TABLE",
     "AttentionInputs",
     "AttentionMask",
-    "AttentionOutput",
-    "Decision",
-    "LinearCrossEntropy",
-    "TokenScores",
     "attend",
     "choose",
     "linear_cross_entropy",

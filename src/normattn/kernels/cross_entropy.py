@@ -204,11 +204,8 @@ def linear_cross_entropy(
             return LinearCrossEntropy(
                 *_LinearCrossEntropy.apply(hidden, weight, targets, label_smoothing)  # type: ignore[no-untyped-call]
             )
-        scores = token_scores(hidden, weight, targets)
-        nll = scores.loss.mean()
-        smoothing = _smoothing(hidden, weight, targets, label_smoothing)
-        loss = nll + smoothing / max(1, len(targets))
-        return LinearCrossEntropy(loss, scores.correct.sum(), nll)
+        sums = _sums(hidden, weight, targets, label_smoothing, (False, False))
+        return LinearCrossEntropy(sums.loss / len(hidden), sums.correct, sums.nll / len(hidden))
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ process. Inputs that no kernel supports raise `InputError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from normattn.kernels.numerics import spread_infinities
 from normattn.kernels.reference import reference_with_lse, strip_rows, strips
 from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
-from normattn.kernels.stats import Observation, Recorder, observers, record_pass
+from normattn.kernels.stats import Recorder, observers, record_pass
 from normattn.kernels.tiled import TilePlan
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
@@ -160,7 +159,7 @@ KERNELS: tuple[Kernel, ...] = (
         _RESIDUAL & (_TILED | {"residual scores"}),
         ("statistics",),
     ),
-    Kernel("concatenated", None, _RESIDUAL - {"a learned mask", "torch.func"}, ("lse",)),
+    Kernel("concatenated", None, _RESIDUAL, ("lse",)),
     Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
     Kernel(
         "strips",
@@ -237,17 +236,8 @@ def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) ->
     return kernel
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The chosen kernel, why it was chosen, and why each other kernel was not."""
-
-    kernel: str
-    why: str
-    refused: Mapping[str, str]
-
-
-def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
-    """Explain why `choose` returns its kernel and no other; raises `InputError` as it does."""
+def reasons(inputs: AttentionInputs, backend: str = "auto") -> tuple[str, str, Mapping[str, str]]:
+    """The kernel that `choose` returns, why, and why not each other one; errors as in `choose`."""
     objections = {kernel.name: kernel.why_not(inputs) for kernel in KERNELS}
     kernel = choose(inputs, backend).name
     why, preferred = "it was asked for by name", "was asked for"
@@ -259,7 +249,7 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> Decision:
         for name, reason in objections.items()
         if name != kernel
     }
-    return Decision(kernel, why, refused)
+    return kernel, why, refused
 
 
 def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
@@ -291,63 +281,47 @@ def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
     return tile_bytes + (buffer_bytes if kernel == "residual" else 0)
 
 
-class AttentionOutput(NamedTuple):
-    """The output of a kernel, with the log-sum-exp and statistics if requested.
-
-    `lse` (B, H, T) is ln Σ_j exp s(i, j) over the visible keys and a learned sink. It is float32 or
-    wider, −∞ for a row without any, and has a gradient.
-    """
-
-    out: Float[Tensor, "b h t e"]
-    lse: Float[Tensor, "b h t"] | None = None
-    statistics: Observation | None = None
-
-
 def run_kernel(
-    inputs: AttentionInputs,
-    backend: str = "auto",
-    *,
-    lse: bool = False,
-    statistics: bool = False,
-    functions: Float[Tensor, "f r"] | None = None,
-) -> AttentionOutput:
-    """softmax(score) · v by the chosen kernel, with log-sum-exp and statistics if requested.
+    inputs: AttentionInputs, backend: str = "auto", lse: bool = False
+) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
+    """softmax(score) · v by the chosen kernel, and with `lse` the log-sum-exp of each row.
 
-    Scores are float32 or wider. `statistics` describe each row's softmax, with the means of
-    `functions` of the distance 0 … R − 1; active observers get them as well. On a CPU the tiled
-    kernel, which computes statistics, then replaces torch's kernel. Other kernels without
+    The log-sum-exp is ln Σ_j exp s(i, j) over the visible keys and a learned sink: float32 or
+    wider, −∞ for a row without any, with a gradient. Active observers get statistics. On a CPU the
+    tiled kernel, which computes them, then replaces torch's kernel. Other kernels without
     statistics are followed by a separate pass. Raises `InputError` as `choose` does.
     """
     device = inputs.q.device.type
     if torch.is_autocast_enabled(device):
         # The dtype of the tensors decides, not autocast.
         with torch.autocast(device, enabled=False):
-            return run_kernel(inputs, backend, lse=lse, statistics=statistics, functions=functions)
+            return run_kernel(inputs, backend, lse)
     kernel, layer_inputs, active = choose(inputs, backend, lse), inputs, observers()
-    if kernel.run is None:
-        inputs, backend = concatenated(inputs), "auto"
-        kernel = choose(inputs, backend, lse)
+    if inputs.residual_scores is not None and kernel.name != "residual":
+        inputs = concatenated(inputs)
+        if kernel.run is None:
+            backend, kernel = "auto", choose(inputs, lse=lse)
     unchecked, inputs = inputs, spread_infinities(inputs)
     if device == "cpu" and kernel.name in ("fused", "two-regime") and not traced():
         # On a CPU these kernels turn NaN to 0 or leak it into earlier rows, and lack statistics.
         diverged = any(x is not y for x, y in zip(inputs.tensors, unchecked.tensors, strict=True))
-        if diverged or ((statistics or active) and backend == "auto"):
+        if diverged or (active and backend == "auto"):
             kernel = TABLE["chunked"]
     assert kernel.run is not None
-    if not statistics and not active:
-        return AttentionOutput(*kernel.run(inputs, None, lse))
-    requested = [observer.distance_functions(layer_inputs) for observer in active] or [functions]
+    if not active:
+        return kernel.run(inputs, None, lse)
+    requested = [observer.distance_functions(layer_inputs) for observer in active]
     recorder = Recorder(inputs, next((x for x in requested if x is not None), None))
     records = "statistics" in kernel.outputs
-    out, out_lse = kernel.run(inputs, recorder if records else None, lse)
+    output = kernel.run(inputs, recorder if records else None, lse)
     if not records:
         record_pass(recorder, inputs)
     observation = recorder.observation()
     for observer in active:
         observer.record(layer_inputs, observation)
-    return AttentionOutput(out, out_lse, observation)
+    return output
 
 
 def attend(inputs: AttentionInputs, backend: str = "auto") -> Float[Tensor, "b h t e"]:
     """softmax(score) · v by the chosen kernel."""
-    return run_kernel(inputs, backend).out
+    return run_kernel(inputs, backend)[0]

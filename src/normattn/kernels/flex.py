@@ -202,10 +202,6 @@ def _functions(compiled: bool) -> tuple[Any, Any]:
     kernel: Any = torch_flex.flex_attention
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not hasattr(torch_flex, "AuxRequest"):
-            # Before torch 2.9.
-            out, lse = kernel(*args, **kwargs, return_lse=True)
-            return out, lse
         out, aux = kernel(*args, **kwargs, return_aux=torch_flex.AuxRequest(lse=True))
         return out, aux.lse
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -209,26 +209,10 @@ class PairBias:
         return self.compute(score, mask, self.table)
 
 
-@runtime_checkable
-class PairValues(Protocol):
-    """A vector R(i, j) for each pair, added to the key's value."""
-
-    def weighted_sum(
-        self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
-    ) -> Float[Tensor, "b h t e"]:
-        """Σ_j a(i, j)·R(i, j) for weights a, with R of `size` features."""
-        ...
-
-
-@runtime_checkable
-class Normaliser(Protocol):
-    """A function from whole rows of scores to weights, in place of softmax."""
-
-    def weights(
-        self, score: Float[Tensor, "b h t s"], mask: AttentionMask
-    ) -> Float[Tensor, "b h t s"]:
-        """The weights of rows; a score is −∞, and its weight 0, where a key is hidden."""
-        ...
+PairValues = Callable[[Tensor, int, AttentionMask], Tensor]
+"""(weights a, size E, mask) → Σ_j a(i, j)·R(i, j), with a vector R of E features for each pair."""
+Normaliser = Callable[[Tensor, AttentionMask], Tensor]
+"""Whole rows of scores → weights; a score is −∞, and its weight 0, where a key is hidden."""
 
 
 @dataclass(frozen=True)
@@ -247,9 +231,8 @@ class AttentionInputs:
         sink: (H,), one more logit in each head's denominator, with value 0.
         residual_scores: sum, or average, ⟨q_i, k_j⟩ over this layer and those below.
         pairs: a bias that depends on both positions.
-        pair_values: R; the output is Σ_j softmax_j(s(i, j)) (v_j + R(i, j)).
+        pair_values: for R; the output is Σ_j softmax_j(s(i, j)) (v_j + R(i, j)).
         normaliser: replaces softmax. selection: is subtracted from the scores.
-        finite: all queries and keys are known to be finite.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -269,7 +252,6 @@ class AttentionInputs:
     pair_values: PairValues | None = None
     normaliser: Normaliser | None = None
     selection: Selection | None = None
-    finite: bool = False
 
     @property
     def two_regimes(self) -> bool:
@@ -297,8 +279,7 @@ class AttentionInputs:
         if self.q.element_size() != 2:
             return self
         tensors = [None if x is None else x.float() for x in self.tensors]
-        inputs = AttentionInputs.of(self.settings, tensors)
-        return replace(inputs, residual_scores=self.residual_scores)
+        return AttentionInputs.of(self.settings, tensors)
 
     def repeat_kv(self) -> AttentionInputs:
         """Repeat keys and values, so that each query head has its own."""

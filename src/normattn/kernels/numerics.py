@@ -86,10 +86,7 @@ def spread_infinities(inputs: AttentionInputs) -> AttentionInputs:
         cleaned = without_infinities(x, newest)
         if cleaned is not x:
             changed[name] = cleaned
-    if changed:
-        return replace(inputs, **changed)
-    known_finite = inputs.bias is not None and not decoding and host_can_read(inputs.k)
-    return replace(inputs, finite=True) if known_finite else inputs
+    return replace(inputs, **changed) if changed else inputs
 
 
 def refuse_second_derivative(kernel: str, instead: str) -> None:

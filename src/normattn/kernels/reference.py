@@ -38,8 +38,6 @@ def reference_with_lse(
     rows: slice = _ALL,
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """`reference` and the log-sum-exp of each row, −∞ for a row without any logit."""
-    if inputs.residual_scores is not None:
-        inputs.residual_scores.start_layer("reference", inputs)
     dtype, inputs = inputs.v.dtype, inputs.upcast().repeat_kv()
     masked, hidden = _mask_scores(inputs, _scores(inputs))
     if inputs.pairs is not None:
@@ -55,7 +53,7 @@ def reference_with_lse(
         logits = torch.cat((score, sink.expand(*score.shape[:3], 1)), -1)
         weight = torch.softmax(logits, -1)[..., :-1]
     elif inputs.normaliser is not None:
-        weight = inputs.normaliser.weights(score, inputs.mask)
+        weight = inputs.normaliser(score, inputs.mask)
     else:
         weight = torch.softmax(score, -1)
     weight = weight if empty is None else weight.masked_fill(empty, 0.0)
@@ -64,8 +62,7 @@ def reference_with_lse(
     dropped = torch.nn.functional.dropout(weight, inputs.dropout)
     out = dropped.to(inputs.v.dtype) @ inputs.v
     if inputs.pair_values is not None:
-        size = inputs.v.shape[-1]
-        out = out + inputs.pair_values.weighted_sum(dropped, size, inputs.mask).to(out.dtype)
+        out = out + inputs.pair_values(dropped, inputs.v.shape[-1], inputs.mask).to(out.dtype)
     out = out.to(dtype)
     if not with_lse:
         return out, None
@@ -87,8 +84,6 @@ def _scores(inputs: AttentionInputs) -> Float[Tensor, "b h t s"]:
         assert inputs.far_from is not None
         far_score = inputs.far_q @ inputs.far_k.mT
         score = torch.where(distance >= inputs.far_from, far_score, score)
-    if inputs.residual_scores is not None:
-        score = inputs.residual_scores.add_scores(score)
     if inputs.cap is not None:
         score = inputs.cap * torch.tanh(score / inputs.cap)
     if inputs.bias is not None:

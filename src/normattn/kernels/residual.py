@@ -9,8 +9,7 @@ The kernel of the lowest layer decides for all layers how the sum is stored:
   computes no more products than attention without residuals. Subtracting loses about the last digit
   of a score.
 - concatenated: ⟨[q_1 … q_n], [k_1 … k_n]⟩ = Σ_m ⟨q_m, k_m⟩, exactly. No number per pair is stored
-  and any kernel can compute it, but layer n multiplies n·D features.
-- reference: one tensor that autograd tracks.
+  and any kernel can compute it, the reference too, but layer n multiplies n·D features.
 
 An empty tensor chains the layers of the buffer, so that the backward visits them from the top down.
 The backward runs once, through all layers: a second backward, a second derivative, and a backward
@@ -115,14 +114,13 @@ class ResidualTileScores(TileScores):
 
     def before_forward(self, tile: Tile) -> None:
         """Add a tile's products to the sums of the layers below."""
-        sums, lowest = self._sums(tile), self.layer.number == 1
-        if lowest:
+        sums = self._sums(tile)
+        if self.layer.number == 1:
             self.products(tile, sums)
         else:
             self.add_products(sums, tile)
-        if self.plan.shape.aligned and (lowest or not self.finite):
-            # The same pairs are hidden in every layer. Later sums keep −∞, except for a NaN,
-            # which earlier rows would then read.
+        if self.plan.shape.aligned:
+            # In every layer, since a NaN added to −∞ is NaN, which earlier rows would then read.
             mask_edges(self.split_heads(sums), tile, self.plan)
 
     def after_backward(self, tile: Tile) -> None:

@@ -17,16 +17,13 @@ from normattn.errors import InputError
 Inputs = TypeVar("Inputs", bound=Any)
 """`AttentionInputs`, which imports this file."""
 
-_KERNELS = ("residual", "concatenated", "reference")
-_SIZES = ("batch", "query heads", "key heads", "queries", "keys", "dtype")
-
 
 class ResidualScores:
     """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; with `mean` divided by n.
 
     The kernel of the lowest layer decides for all layers how the sum is stored: "residual" in one
-    buffer that every layer updates in place, "concatenated" as the queries and keys of all layers,
-    "reference" as one tensor that autograd tracks. The last two allow activation checkpointing.
+    buffer that every layer updates in place, any other as the queries and keys of all layers
+    ("concatenated"), which allows activation checkpointing.
     """
 
     def __init__(self, mean: bool = False) -> None:
@@ -37,7 +34,6 @@ class ResidualScores:
         # Used by the residual kernel: its buffer, and the tensor that chains the layers.
         self.buffer: Any = None
         self.token: Tensor | None = None
-        self._sums: list[Tensor | None] = []
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
         self._next, self._joined = 0, False
@@ -53,14 +49,14 @@ class ResidualScores:
         """Add these scores to the inputs of `layer`, from 0. Layer 0 starts a new forward."""
         if layer == 0 and self._backward_id == _current_backward():
             self.kernel = self.sizes = self.buffer = self.token = None
-            self._sums, self._queries, self._keys = [], [], []
+            self._queries, self._keys = [], []
             self._had_grad = torch.is_grad_enabled()
         self._next, self._joined = layer, True
         return replace(inputs, residual_scores=self)
 
     def why_not(self, kernel: str) -> str | None:
         """Why a kernel cannot continue the sum of the layers below; None if it can."""
-        if self.kernel in (None, kernel) or kernel not in _KERNELS:
+        if self.kernel is None or (self.kernel == "residual") == (kernel == "residual"):
             return None
         return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
 
@@ -84,33 +80,18 @@ class ResidualScores:
                 )
         q, k = inputs.q, inputs.k
         sizes = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.dtype)
-        if self.sizes is not None and self.sizes != sizes:
-            below, here = (
-                ", ".join(f"{value} {name}" for value, name in zip(x, _SIZES, strict=True))
-                for x in (self.sizes, sizes)
-            )
+        if self.sizes not in (None, sizes):
             raise InputError(
-                "all layers that share residual scores must have the same shape, but "
-                f"below is {below} and here {here}; each forward needs new `ResidualScores`"
+                "all layers that share residual scores must have the same shape, but (batch, query "
+                f"heads, key heads, queries, keys, dtype) below are {self.sizes} and here {sizes}"
             )
-        stored = {"reference": len(self._sums), "concatenated": len(self._keys)}
-        if self._next > stored.get(kernel, self._next):
+        if kernel == "concatenated" and self._next > len(self._keys):
             raise InputError(
                 f"layer {self._next} adds to the scores of the layers below, which have not all "
                 "run: run all layers of the stack in every forward, bottom first"
             )
         self.sizes, self.kernel, self.count = sizes, kernel, self._next + 1
         self._next, self._joined = self.count, False
-
-    def add_scores(self, score: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-        """Add this layer's scores and return the sum or mean, which autograd tracks."""
-        layer = self.count - 1
-        below = self._sums[layer - 1] if layer else None
-        total = score if below is None else below + score
-        self._sums[layer : layer + 1] = [total]
-        if layer and not torch.is_grad_enabled():
-            self._sums[layer - 1] = None
-        return total * self.share if self.mean else total
 
     def concatenate(
         self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]

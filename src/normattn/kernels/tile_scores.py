@@ -2,8 +2,8 @@
 
 A bias by distance is a Toeplitz matrix. With the last query first it is a Hankel matrix, whose
 entry (u, j) depends on u + j alone. So the bias of any tile is a view of one line with positive
-strides, and such tiles reverse their rows. The line is −∞ where causality hides keys, and products
-are added to it. So a biased tile needs no more passes than a plain one.
+strides, and such tiles reverse their rows. Products are added to it, so a biased tile needs one
+copy more than a plain one.
 
 Legend: B batch, H query heads, G key heads, r query heads per key head, T queries, S keys, D score
 size, E value size; n = b·g key heads of a group, c query rows of a tile, W its columns, X extra
@@ -15,14 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
-from normattn.kernels.numerics import finite
 from normattn.kernels.tiled import HeadGroup, Span, Tile, TilePlan, mask_edges
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -92,24 +90,13 @@ class TileScores:
             by_head = inputs.bias.view(-1, plan.repeat, inputs.bias.shape[1])
             self.bias = by_head[group.heads].flatten(0, 1).to(self.q.dtype)
             self.bias_line = self._make_bias_line(self.bias) if plan.shape.aligned else None
-        # The line hides future keys with −∞, but NaN plus −∞ would be NaN.
-        self._hides_future = self.bias_line is None or not group.mask.causal or not self.finite
-        self._line_masks_all = (
-            not self._hides_future and group.mask.only_causal and plan.shape.far_from is None
-        )
-
-    @cached_property
-    def finite(self) -> bool:
-        """Whether all keys are known to be finite."""
-        return self.inputs.finite or finite(self.k)
 
     def _make_bias_line(self, bias: Tensor) -> Tensor:
-        """The bias of distances S − 1 … 0, then of future keys: −∞ where causality hides them."""
+        """The bias of distances S − 1 … 0, then of future keys."""
         shape = self.plan.shape
         length = shape.keys + (shape.rows if shape.causal else shape.keys)
         distance = shape.keys - 1 - torch.arange(length, device=bias.device)
-        line = bias[:, distance.abs().clamp_(max=bias.shape[1] - 1)]
-        return line.masked_fill_(distance < 0, -torch.inf) if shape.causal else line
+        return bias[:, distance.abs().clamp_(max=bias.shape[1] - 1)]
 
     def line_offset(self, tile: Tile, span: Span) -> int:
         """The index in the line of a tile's last query and a span's first column."""
@@ -260,7 +247,7 @@ class TileScores:
         if self.bias is not None and not biased:
             for span, columns in tile.span_columns:
                 self.split_heads(score)[..., columns] += self._bias_of(tile, span)
-        no_empty_row = self._line_masks_all or self._apply_mask(self.split_heads(score), tile)
+        no_empty_row = self._apply_mask(self.split_heads(score), tile)
         if self.sink is not None:
             self.split_heads(score)[..., width].copy_(self.sink)
         if margin := self.workspace.margin:
@@ -280,7 +267,7 @@ class TileScores:
         """Set hidden scores to −∞; return whether every row is certain to see a key."""
         shape, mask = self.plan.shape, self.group.mask
         if shape.aligned:
-            mask_edges(split_score, tile, self.plan, self._hides_future)
+            mask_edges(split_score, tile, self.plan)
             if mask.only_causal_or_window:
                 return True
             # The edges cover causality and the sliding window.

@@ -243,15 +243,12 @@ def _max_reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
     return tuple(keys - n for n in negligible.cumprod(-1).sum(-1).tolist())
 
 
-def mask_edges(score: Tensor, tile: Tile, plan: TilePlan, hide_future: bool = True) -> None:
-    """Set scores (…, c, r, W) to −∞ where i − j leaves a span's bounds: corners of its columns.
-
-    Without `hide_future`, keys after the query are left as they are.
-    """
+def mask_edges(score: Tensor, tile: Tile, plan: TilePlan) -> None:
+    """Set scores (…, c, r, W) to −∞ where i − j leaves a span's bounds: corners of its columns."""
     first, last = plan.shape.positions(tile.rows)
     for span, columns in tile.span_columns:
         corners = []
-        if span.min_distance is not None and (hide_future or span.min_distance != 0):
+        if span.min_distance is not None:
             begin = max(span.start, first - span.min_distance + 1)
             corners.append((begin, span.stop, first - span.min_distance - begin + 1, True))
         if span.max_distance is not None:

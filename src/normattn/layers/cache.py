@@ -66,12 +66,6 @@ class Room:
         self.data, self.used = self._allocate(remaining, capacity, remaining.shape[0]), 0
         self.append(remaining)
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
-        # Of the whole storage, which still holds rows that `choose` left out.
-        return 0 if self.data is None else self.data.untyped_storage().nbytes()
-
     def _enlarge(self, x: Tensor, needed: int) -> Tensor:
         # One token more than the limit: a view of the whole buffer would compile another graph.
         size = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (needed - 1).bit_length())
@@ -146,18 +140,14 @@ class KeyValueCache:
         return keys, values
 
     def _check_shapes(self, k: Tensor, v: Tensor) -> None:
-        held = self._keys.data
-        if held is not None and (held.shape[:2] != k.shape[:2] or held.dtype != k.dtype):
-            raise InputError(
-                f"this cache holds {held.shape[0]} rows of {held.shape[1]} key heads in "
-                f"{held.dtype}, but keys of {tuple(k.shape)} in {k.dtype} were added"
-            )
-        values = self._values.data
-        for name, new, old in (("keys", k, held), ("values", v, values)):
-            if old is not None and (new.shape[1], new.shape[3]) != (old.shape[1], old.shape[3]):
+        for name, new, held in (("keys", k, self._keys.data), ("values", v, self._values.data)):
+            if held is None:
+                return
+            (rows, heads, _, size), dtype = held.shape, held.dtype
+            if (*new.shape[:2], new.shape[3], new.dtype) != (rows, heads, size, dtype):
                 raise InputError(
-                    f"this cache holds {name} of {old.shape[1]} heads of size {old.shape[3]}, "
-                    f"but {name} of {tuple(new.shape)} were added"
+                    f"this cache holds {name} of {rows} rows and {heads} heads of size {size} in "
+                    f"{dtype}, but {name} of {tuple(new.shape)} in {new.dtype} were added"
                 )
 
     def rotated(
@@ -205,7 +195,7 @@ class KeyValueCache:
     def reorder(self, rows: Int[Tensor, " r"]) -> None:
         """Row i becomes the old row rows[i]; rows may repeat or be left out (beam search)."""
         self._checked = ()
-        for room in self._rooms():
+        for room in (self._keys, self._values, *(room for _, room in self._rotated.values())):
             room.choose(rows)
         for length, sums in self._selected.items():
             self._selected[length] = sums.index_select(0, rows.to(sums.device))
@@ -243,15 +233,6 @@ class KeyValueCache:
     def croppable(self) -> bool:
         """Whether any number of the last tokens can be cut off."""
         return self.window is None and (self._spec is None or self._spec.selection is None)
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
-        selected = sum(sums.nbytes for sums in self._selected.values())
-        return selected + sum(room.nbytes for room in self._rooms())
-
-    def _rooms(self) -> tuple[Room, ...]:
-        return self._keys, self._values, *(room for _, room in self._rotated.values())
 
     def _drop_unseen(self, tokens: int) -> None:
         """Check `max_length` and, when full, drop keys outside the window, before `tokens` more."""

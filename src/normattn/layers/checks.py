@@ -97,8 +97,9 @@ def check_call(
     check_tensor("forget", args.forget, "floating", (batch, k.shape[2], heads))
     check_tensor("gate", args.gate, "floating", (batch, num_queries, gates))
     checked_probability(args.dropout_p, "dropout_p")
-    if args.return_lse:
-        _check_lse(spec)
+    one_softmax = spec.difference is None and not isinstance(spec.values, XSA)
+    if args.return_lse and (spec.blockwise or not one_softmax):
+        raise InputError(f"{spec.name} gives no log-sum-exp: call attention without return_lse")
     if num_cached is not None:
         _check_cached(spec, q, k, args)
 
@@ -149,29 +150,12 @@ def _check_mask(mask: Tensor | None, full: tuple[int, ...]) -> None:
     if mask is None:
         return
     check_dense("attn_mask", mask)
-    try:
-        fits = mask.dim() >= 2 and mask.expand(full).shape == full
-    except RuntimeError:
-        fits = False
+    sizes = zip(mask.shape[::-1], full[::-1], strict=False)
+    fits = 2 <= mask.dim() <= 4 and all(size in (1, whole) for size, whole in sizes)
     if not fits or mask.dtype not in (torch.bool, *DTYPES):
         raise InputError(
             "attn_mask must be boolean, float32, float64, bfloat16 or float16 and broadcast to "
             f"{full}, but it is {mask.dtype} of {tuple(mask.shape)}"
-        )
-
-
-def _check_lse(spec: ScoreSpec) -> None:
-    """Check that the rows of a score have one log-sum-exp."""
-    why = None
-    if spec.difference is not None:
-        why = f"{spec.difference.name} makes one output of two softmaxes"
-    elif isinstance(spec.values, XSA):
-        why = "each query's own value is taken off, which one shard of keys has alone"
-    elif spec.blockwise:
-        why = f"{spec.block[0]} reads rows in blocks"
-    if why is not None:
-        raise InputError(
-            f"{spec.name} gives no log-sum-exp: {why}; call attention without return_lse"
         )
 
 
@@ -190,8 +174,6 @@ def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, args: AttentionArgument
             "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "
             "new tokens to all tokens, and takes no documents"
         )
-    if spec.needs_causal:
-        raise InputError(f"{spec.name} is defined for causal attention only")
     if spec.leaks_future:
         raise InputError(
             f"{spec.name} uses statistics across the sequence, which later tokens would change: "
@@ -200,30 +182,17 @@ def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, args: AttentionArgument
 
 
 def check_order(spec: ScoreSpec, positions: Positions, documents: Tensor | None) -> None:
-    """Check that positions increase for a score that passes state from token to token."""
-    own_value, recurrent = isinstance(spec.values, XSA), spec.selection is not None or spec.forgets
-    if traced() or not (recurrent or own_value):
+    """Check that queries are the last keys, in order, where tokens pass something on to others."""
+    passes_on = spec.forgets or spec.selection is not None or isinstance(spec.values, XSA)
+    if traced() or not passes_on:
         return
-
-    def decreases(x: Tensor, documents: Tensor | None) -> bool:
-        back = x.diff(dim=-1) < 0
-        return bool((back if documents is None else back & (documents.diff(dim=-1) == 0)).any())
-
-    query, key, num_queries = positions.query, positions.key, positions.query.shape[-1]
-    aligned = not (own_value or spec.forgets) or bool((query == key[..., -num_queries:]).all())
-    if own_value and not aligned:
+    query, key = positions.query, positions.key
+    back = key.diff(dim=-1) < 0
+    back = back if documents is None else back & (documents.diff(dim=-1) == 0)
+    if bool(back.any()) or not bool((query == key[..., -query.shape[-1] :]).all()):
         raise InputError(
-            f"{spec.name} subtracts the value of each query's own token: q_positions must be "
-            "those of the last keys"
-        )
-    if recurrent and decreases(query, None if documents is None else documents[:, -num_queries:]):
-        raise InputError(
-            f"{spec.name} passes state from each row to the next: q_positions must not decrease"
-        )
-    if spec.forgets and (not aligned or decreases(key, documents)):
-        raise InputError(
-            f"{spec.name} forgets from each key to the next: k_positions must not decrease, and "
-            "the queries must be at the positions of the last keys"
+            f"{spec.name} passes state from token to token: positions must not decrease, and "
+            "q_positions must be those of the last keys"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from normattn.errors import InputError, require_sizes
+from normattn.errors import InputError
 from normattn.kernels import attend
 from normattn.kernels.stats import announce_layer
 from normattn.layers.checks import (
@@ -58,11 +58,11 @@ class Memory(NamedTuple):
 class CrossAttention(nn.Module):
     """softmax(s(q, k)) v with q = x W_q and k, v = m W_kv of a source m.
 
-    Shapes: x (B, T, dim), m (B, S, source_dim) → (B, T, dim). `remember` computes keys and values
+    Shapes: x (B, T, dim), m (B, S, dim) → (B, T, dim). `remember` computes keys and values
     of a source once, for any number of calls of `forward`. Every query sees every source token
     except padding, so n of log-n scaling is the unpadded length of the source. `score` is a
     `ScoreSpec` or its name; with rotary positions, a bias or a window it needs the positions of
-    both sequences. `source_dim` defaults to `dim`, `head_dim` to dim / heads. `dropout` is the
+    both sequences. `head_dim` defaults to dim / heads. `dropout` is the
     probability of dropping an attention weight in training. The weight of `kv` holds the rows of k,
     then v, each head by head. Raises `InputError` for sizes that do not divide and for scores that
     are defined within one sequence only. Source: arXiv 1706.03762.
@@ -75,9 +75,7 @@ class CrossAttention(nn.Module):
         kv_heads: int | None = None,
         score: ScoreSpec | str = "Baseline-NoPE",
         *,
-        source_dim: int | None = None,
         head_dim: int | None = None,
-        bias: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -88,15 +86,13 @@ class CrossAttention(nn.Module):
         spec = as_spec(score)
         refuse_across(spec)
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
-        self.q = nn.Linear(dim, heads * self.head_dim, bias=bias)
-        source = dim if source_dim is None else source_dim
-        require_sizes("cross attention", source_dim=source)
-        self.kv = nn.Linear(source, 2 * self.kv_heads * self.head_dim, bias=bias)
-        self.out = nn.Linear(heads * self.head_dim, dim, bias=bias)
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.kv = nn.Linear(dim, 2 * self.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def remember(
         self,
-        source: Float[Tensor, "b s source_dim"],
+        source: Float[Tensor, "b s dim"],
         padding: Bool[Tensor, "b s"] | None = None,
         positions: Int[Tensor, "*bk s"] | None = None,
     ) -> Memory:
@@ -104,7 +100,7 @@ class CrossAttention(nn.Module):
 
         `positions` (S,) or (B, S) are required where the score has positions, else ignored.
         """
-        check_input("source", source, self.kv.in_features)
+        check_input("source", source, self.dim)
         check_tensor("padding", padding, "boolean", tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
@@ -179,16 +175,12 @@ class CrossAttention(nn.Module):
 
 def refuse_across(spec: ScoreSpec) -> None:
     """Raise `InputError` for a score that is defined within one sequence only."""
-    values_of_queries = "takes a query's own value or position, which another sequence lacks"
-    for unsupported, why in (
-        (spec.needs_causal, "is defined for causal attention only, not between sequences"),
-        (spec.values is not None, values_of_queries),
-        (spec.gate is not None, "gates its output, which cross attention does not"),
-        (spec.difference is not None, "joins pairs of heads, which cross attention does not"),
-        (spec.documents is not None, "keeps documents of one sequence apart, and here are two"),
-    ):
-        if unsupported:
-            raise InputError(f"{spec.name} {why}")
+    pairs_or_gate = spec.gate is not None or spec.difference is not None
+    if spec.needs_causal or pairs_or_gate or spec.values is not None or spec.documents is not None:
+        raise InputError(
+            f"{spec.name} is defined within one sequence: cross attention has no causality, "
+            "documents, gates, pairs of heads or changed values"
+        )
 
 
 def _checked_positions(

@@ -93,7 +93,7 @@ def explain(
     k_shape = q_shape if k_shape is None else k_shape
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
     inputs = _kernel_inputs(spec, shapes, dtype, target, causal)
-    decision = reasons(inputs, backend)
+    kernel, why, refused = reasons(inputs, backend)
     folded, left = _folded_and_left(spec)
     sizes = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
     return Explanation(
@@ -101,11 +101,11 @@ def explain(
         shapes=f"{sizes}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}",
         folded=folded,
         left=left,
-        kernel=decision.kernel,
-        why=decision.why,
-        refused=decision.refused,
+        kernel=kernel,
+        why=why,
+        refused=refused,
         output_bytes=math.prod(q_shape[:3]) * shapes[2][3] * dtype.itemsize,
-        working_bytes=working_bytes(decision.kernel, inputs),
+        working_bytes=working_bytes(kernel, inputs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers: SwiGLU and GELU, without biases by default."""
+"""Feed-forward layers without biases: SwiGLU and GELU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from normattn.errors import require_sizes
 from normattn.layers.checks import check_input
 from normattn.plain import use_plain_ops
 
-# Rows per chunk without gradients, so that the hidden features stay in a core's cache. A multiple
-# of the tile height of a matmul, so that results are bit-identical to those of all rows at once.
-_CHUNK_ROWS = 512
-
 
 def swiglu_hidden(dim: int, multiple: int = 16) -> int:
     """8/3 · `dim`, rounded to `multiple`: as many parameters as a GELU layer of 4 · `dim`."""
@@ -32,26 +28,16 @@ class SwiGLU(nn.Module):
     2002.05202.
     """
 
-    def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
+    def __init__(self, dim: int, hidden: int | None = None) -> None:
         super().__init__()
         self.hidden = swiglu_hidden(dim) if hidden is None else hidden
         require_sizes("feed-forward", dim=dim, hidden=self.hidden)
-        self.up = nn.Linear(dim, 2 * self.hidden, bias=bias)
-        self.down = nn.Linear(self.hidden, dim, bias=bias)
+        self.up = nn.Linear(dim, 2 * self.hidden, bias=False)
+        self.down = nn.Linear(self.hidden, dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Apply the layer to each position."""
         check_input("a feed-forward layer's input", x, self.up.in_features, axes=None)
-        if torch.is_grad_enabled() or use_plain_ops() or x.device.type != "cpu":
-            return self._apply_rows(x)
-        rows = x.reshape(-1, x.shape[-1])
-        # The last chunk takes the remainder, as matmuls of few rows round differently.
-        full = max(0, len(rows) // _CHUNK_ROWS - 1)
-        chunks = torch.split(rows, [*[_CHUNK_ROWS] * full, len(rows) - _CHUNK_ROWS * full])
-        outputs = [self._apply_rows(chunk) for chunk in chunks]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(x.shape)
-
-    def _apply_rows(self, x: Tensor) -> Tensor:
         gate_up = self.up(x)
         if use_plain_ops():
             gate, up = gate_up.chunk(2, dim=-1)
@@ -68,12 +54,12 @@ class GELU(nn.Module):
     width below 1. Source: arXiv 1606.08415.
     """
 
-    def __init__(self, dim: int, hidden: int | None = None, *, bias: bool = False) -> None:
+    def __init__(self, dim: int, hidden: int | None = None) -> None:
         super().__init__()
         self.hidden = 4 * dim if hidden is None else hidden
         require_sizes("feed-forward", dim=dim, hidden=self.hidden)
-        self.up = nn.Linear(dim, self.hidden, bias=bias)
-        self.down = nn.Linear(self.hidden, dim, bias=bias)
+        self.up = nn.Linear(dim, self.hidden, bias=False)
+        self.down = nn.Linear(self.hidden, dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Apply the layer to each position."""

@@ -12,25 +12,23 @@ from torch.nn import functional as F
 from normattn.errors import InputError, require_sizes
 from normattn.kernels.numerics import at_least_float32
 from normattn.layers.checks import check_input
-from normattn.score.norms import rms_norm
+from normattn.score.norms import bounded, rms_norm
 
 
 class LayerNorm(nn.Module):
     """y = (x − mean(x)) / √(var(x) + eps) · gain + bias, with the biased variance.
 
     Shapes: (..., dim) → (..., dim). Statistics are taken in float32 when the input is bfloat16
-    or float16. The gain starts at ones, the bias at zeros. Raises `InputError` for a width below 1
-    or a negative eps. Source: arXiv 1607.06450.
+    or float16. The gain starts at ones, the bias at zeros; `gain=False` leaves both out. Raises
+    `InputError` for a width below 1 or a negative eps. Source: arXiv 1607.06450.
     """
 
-    def __init__(
-        self, dim: int, eps: float = 1e-6, *, gain: bool = True, bias: bool = True
-    ) -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, *, gain: bool = True) -> None:
         super().__init__()
         _check(dim, eps)
         self.dim, self.eps = dim, eps
         self.gain = nn.Parameter(torch.ones(dim)) if gain else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if gain else None
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Normalise the last axis of `x`."""
@@ -41,8 +39,7 @@ class LayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
-        gain, bias = self.gain is not None, self.bias is not None
-        return f"{self.dim}, eps={self.eps}, gain={gain}, bias={bias}"
+        return f"{self.dim}, eps={self.eps}, gain={self.gain is not None}"
 
 
 class RMSNorm(nn.Module):
@@ -97,20 +94,14 @@ class DyT(nn.Module):
         _check(dim, 0.0)
         self.dim = dim
         self.alpha = nn.Parameter(torch.full((), 0.5))
+        self.shift: nn.Parameter | None = None
         self.gain = nn.Parameter(torch.ones(dim)) if gain else None
         self.bias = nn.Parameter(torch.zeros(dim)) if gain else None
-
-    def bounded(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """tanh(α·x)."""
-        return torch.tanh(self.alpha * x)
 
     def forward(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Bound each number of `x`, then apply gain and bias."""
         check_input("a norm's input", x, self.dim, axes=None)
-        y = self.bounded(x.to(at_least_float32(x.dtype)))
-        if self.gain is not None and self.bias is not None:
-            y = y * self.gain + self.bias
-        return y.to(x.dtype)
+        return bounded(x, self.alpha, self.shift, self.gain, self.bias)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
@@ -123,10 +114,6 @@ class Derf(DyT):
     def __init__(self, dim: int, *, gain: bool = True) -> None:
         super().__init__(dim, gain=gain)
         self.shift = nn.Parameter(torch.zeros(()))
-
-    def bounded(self, x: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """erf(α·x + s)."""
-        return torch.erf(self.alpha * x + self.shift)
 
 
 def _check(dim: int, eps: float) -> None:

@@ -184,10 +184,10 @@ class AttentionPlan:
         lse: list[Tensor] = []
 
         def kernel(inputs: AttentionInputs) -> Tensor:
-            output = run_kernel(inputs, args.backend, lse=args.return_lse)
-            if output.lse is not None:
-                lse.append(output.lse)
-            return output.out
+            output, output_lse = run_kernel(inputs, args.backend, args.return_lse)
+            if output_lse is not None:
+                lse.append(output_lse)
+            return output
 
         forget_sums = None if gates is None else sum_gates(gates, q.shape[1])
         out = plan.attend(score, q, k, v, args, kernel, forget_sums, selection, rotated_keys)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError, require_sizes
+from normattn.errors import require_sizes
 from normattn.kernels.numerics import at_least_float32
 
 
@@ -36,7 +36,7 @@ class ResidualConnection(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
-        settings = {name: vars(self).get(name) for name in ("alpha", "start", "scale", "block")}
+        settings = {name: vars(self).get(name) for name in ("alpha", "block")}
         return ", ".join(f"{name}={x:.6g}" for name, x in settings.items() if x is not None)
 
 
@@ -63,7 +63,7 @@ class DeepNorm(ResidualConnection):
         self, sublayer: nn.Module, norm: nn.Module, alpha: float, dropout: float = 0.0
     ) -> None:
         super().__init__(sublayer, norm, dropout)
-        self.alpha = _positive("DeepNorm's α", alpha)
+        self.alpha = alpha
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add the sub-layer's output to α·x and normalise the sum."""
@@ -71,68 +71,55 @@ class DeepNorm(ResidualConnection):
 
 
 class ReZero(ResidualConnection):
-    """x + α·f(N(x)) with one learned number α, which begins at `start`.
+    """x + α·f(N(x)) with one learned number α, which begins at 0: a block begins as the identity.
 
-    With start 0 a block begins as the identity. `norm=None` leaves N out. Source: arXiv 2003.04887;
-    kexue 8027.
+    `norm=None` leaves N out. Source: arXiv 2003.04887; kexue 8027.
     """
 
     def __init__(
-        self,
-        sublayer: nn.Module,
-        norm: nn.Module | None = None,
-        dropout: float = 0.0,
-        *,
-        start: float = 0.0,
+        self, sublayer: nn.Module, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__(sublayer, norm, dropout)
-        self.alpha = nn.Parameter(torch.full((), start))
+        self.alpha = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add α times the sub-layer's output to `x`."""
         return x + self.alpha * self.branch(self.normed(x), context)
 
 
+# The first α of nGPT, and the fixed ε of kexue 8027.
+_FIRST_STEP, _FIXED_SCALE = 0.05, 0.1
+
+
 class NGPT(ResidualConnection):
     """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere from x towards the sub-layer's output.
 
-    N has no gain. α is learned for each feature and begins at `start`; its parameter is α in units
-    of start·√dim, as in the authors' code. The embedding is normalised too; the stack's output is
+    N has no gain. α is learned for each feature and begins at 0.05; its parameter is α in units
+    of 0.05·√dim, as in the authors' code. The embedding is normalised too; the stack's output is
     not normalised again. The authors also normalise the weights after each optimiser step, which
     training does with `unit_weights`. Their learned scales of hidden features and logits are left
     out. Source: arXiv 2410.01131; github.com/NVIDIA/ngpt.
     """
 
     def __init__(
-        self,
-        sublayer: nn.Module,
-        norm: nn.Module,
-        dim: int,
-        dropout: float = 0.0,
-        *,
-        start: float = 0.05,
+        self, sublayer: nn.Module, norm: nn.Module, dim: int, dropout: float = 0.0
     ) -> None:
         super().__init__(sublayer, norm, dropout)
-        self.start = _positive("the first step of nGPT", start)
         self.alpha = nn.Parameter(torch.full((dim,), dim**-0.5))
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Move `x` towards the sub-layer's output and normalise it."""
-        step = (self.alpha * (self.start * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
+        step = (self.alpha * (_FIRST_STEP * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
         end = self.normed(self.branch(x, context)).to(x.dtype)  # autocast leaves it in bfloat16
         return self.normed(torch.lerp(x, end, step))
 
 
 class FixedScale(ResidualConnection):
-    """x + ε·f(x) with a fixed ε and no norm. Source: kexue 8027, with ε = 0.1."""
-
-    def __init__(self, sublayer: nn.Module, scale: float = 0.1, dropout: float = 0.0) -> None:
-        super().__init__(sublayer, None, dropout)
-        self.scale = _positive("the fixed scale of a branch", scale)
+    """x + ε·f(x) with ε = 0.1 and no norm. Source: kexue 8027."""
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add ε times the sub-layer's output to `x`."""
-        return torch.add(x, self.branch(x, context), alpha=self.scale)
+        return torch.add(x, self.branch(x, context), alpha=_FIXED_SCALE)
 
 
 class LayerOutputs(NamedTuple):
@@ -205,9 +192,3 @@ def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:
     require_sizes("DeepNorm", blocks=blocks, sublayers=sublayers)
     depth = blocks * sublayers
     return depth**0.25, (4 * depth) ** -0.25
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise InputError(f"{name} is {value}; it must be above 0")
-    return value

@@ -46,8 +46,13 @@ class FeatureSums:
         """Replace queries and keys by their sums over the layers so far."""
         sums: dict[str, Tensor] = {name: getattr(inputs, name) for name in self._names}
         if layer:
-            below = self._sums_below(layer, sums)
-            sums = {name: below[name] + x for name, x in sums.items()}
+            if layer - 1 not in self._sums:
+                raise InputError(
+                    "the layer below has passed on no queries and keys: run all layers of the "
+                    "stack in every forward, bottom first; activation checkpointing needs "
+                    "use_reentrant=False"
+                )
+            sums = {name: self._sums[layer - 1][name] + x for name, x in sums.items()}
             if not torch.is_grad_enabled():
                 del self._sums[layer - 1]
         elif torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
@@ -55,22 +60,6 @@ class FeatureSums:
             self._sums.clear()
         self._sums[layer] = sums
         return replace(inputs, q=sums["q"], k=sums["k"], v=sums.get("v", inputs.v))
-
-    def _sums_below(self, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        if layer - 1 not in self._sums:
-            raise InputError(
-                "the layer below has passed on no queries and keys: run all layers of the stack "
-                "in every forward, bottom first; activation checkpointing needs "
-                "use_reentrant=False"
-            )
-        sums = self._sums[layer - 1]
-        for name, x in inputs.items():
-            if sums[name].shape != x.shape:
-                raise InputError(
-                    f"all layers that share a residual {name} must have it in the same shape, but "
-                    f"below it is {tuple(sums[name].shape)} and here {tuple(x.shape)}"
-                )
-        return sums
 
 
 class FirstValues:
@@ -85,12 +74,10 @@ class FirstValues:
         if layer == 0:
             self._first = inputs.v
             return inputs
-        if self._first is None or self._first.shape != inputs.v.shape:
-            found = "none" if self._first is None else f"values of {tuple(self._first.shape)}"
+        if self._first is None:
             raise InputError(
-                f"the lowest layer has passed on {found}, and this one has values of "
-                f"{tuple(inputs.v.shape)}: run all layers of the stack in every forward, bottom "
-                "first, with one shape"
+                "the lowest layer has passed on no values: run all layers of the stack in every "
+                "forward, bottom first"
             )
         return replace(inputs, v=torch.lerp(inputs.v, self._first, self._share))
 

@@ -67,14 +67,8 @@ def beam_search(
     require_sizes("translate", beam=beam, batch=batch, max_length=most)
     if not 0 <= length_penalty <= 10:
         raise InputError(f"length_penalty is {length_penalty}; it must be from 0 to 10")
-    for number, source in enumerate(sources):
-        if len(source) == 0:
-            raise InputError(f"source {number} is empty; give it at least the end token")
-        if model.config.pad_id in source:
-            raise InputError(
-                f"source {number} holds the padding token {model.config.pad_id}; give sources "
-                "without padding, they are padded here"
-            )
+    if any(model.config.pad_id in source for source in sources):
+        raise InputError("a source holds the padding token: give sources without padding")
     order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
     translations: list[list[Hypothesis]] = [[] for _ in sources]
     with without_dropout(model):

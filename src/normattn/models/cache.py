@@ -13,6 +13,7 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.layers.cache import KeyValueCache, Room, refuse_overflow
+from normattn.layers.checks import check_tensor
 from normattn.layers.documents import documents_from_ends
 from normattn.models.transformer import AttentionContext
 from normattn.score import ScoreSpec
@@ -92,12 +93,6 @@ class ModelCache:
         for room in self._rooms:
             room.used = min(room.used, length)
 
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes, used or not."""
-        layers = sum(layer.nbytes for layer in self.layers)
-        return layers + sum(room.nbytes for room in self._rooms)
-
     def _number_documents(self, ends: Tensor) -> Tensor:
         """The number of each token's document; a separator belongs to the document it ends."""
         numbers = documents_from_ends(ends)
@@ -108,11 +103,7 @@ class ModelCache:
         return self._documents.append(numbers)
 
     def _check_padding(self, ids: Tensor, padding: Tensor) -> None:
-        if padding.shape != ids.shape or padding.dtype != torch.bool:
-            raise InputError(
-                f"key_padding must be boolean {tuple(ids.shape)}, that of the new tokens, but it "
-                f"is {padding.dtype} of {tuple(padding.shape)}"
-            )
+        check_tensor("key_padding", padding, "boolean", tuple(ids.shape))
         before = torch.ones_like(padding[:, :1])
         if self.length:
             held = self._padding

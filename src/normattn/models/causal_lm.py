@@ -30,9 +30,6 @@ from normattn.score import Score, ScoreSpec
 
 # Tokens scored at a time without gradients, which bounds the memory of activations.
 _SCORED_TOKENS = 8192
-# Leading tokens are skipped in multiples of this many, so that matmuls of the other rows are
-# bit-identical to those of all rows.
-_SKIP_MULTIPLE = 64
 
 
 class CausalLM(TokenModel):
@@ -117,8 +114,8 @@ class CausalLM(TokenModel):
 
         Dropout is off. Rows are processed in groups, and rows of more than 8192 tokens in chunks.
         So memory grows neither with the batch nor, except for keys and values, with the length. The
-        head skips tokens before `first` (default 0: none) where possible. Raises `InputError` below
-        two tokens and where no token follows `first`.
+        head skips tokens before `first` (default 0: none). Raises `InputError` below two tokens and
+        where no token follows `first`.
         """
         num_targets = _num_targets(ids)
         if not 0 <= first < num_targets:
@@ -134,27 +131,24 @@ class CausalLM(TokenModel):
     def _score_rows(self, ids: Tensor, first: int) -> TokenScores:
         """`token_scores` of some rows, or of one long row in chunks with a cache."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
-        num_targets = targets.shape[1]
-        if num_targets > _SCORED_TOKENS:
-            chunks, multiple = self._in_chunks(inputs, None, self.new_cache(), CHUNK), CHUNK
+        if inputs.shape[1] > _SCORED_TOKENS:
+            hidden_chunks = self._in_chunks(inputs, None, self.new_cache(), CHUNK)
         else:
-            skips = ids.device.type == "cpu" and num_targets % _SKIP_MULTIPLE == 0
-            multiple = _SKIP_MULTIPLE if skips else num_targets
-            chunks = iter([self.hidden(inputs)])
-        start, offset = first // multiple * multiple, 0
-        losses, correct = [], []
-        for hidden in chunks:
-            end, skipped = offset + hidden.shape[1], max(0, start - offset)
-            if offset + skipped < end:
-                chunk_targets = targets[:, offset + skipped : end]
+            hidden_chunks = iter([self.hidden(inputs)])
+        offset, losses, correct = 0, [], []
+        for hidden in hidden_chunks:
+            start, end = max(first, offset), offset + hidden.shape[1]
+            if start < end:
+                chunk_targets = targets[:, start:end]
                 scores = token_scores(
-                    hidden[:, skipped:].flatten(0, 1), self.head_weight, chunk_targets.flatten()
+                    hidden[:, start - offset :].flatten(0, 1),
+                    self.head_weight,
+                    chunk_targets.flatten(),
                 )
                 losses.append(scores.loss.view(chunk_targets.shape))
                 correct.append(scores.correct.view(chunk_targets.shape))
             offset = end
-        loss, hits = torch.cat(losses, 1), torch.cat(correct, 1)
-        return TokenScores(loss[:, first - start :], hits[:, first - start :])
+        return TokenScores(torch.cat(losses, 1), torch.cat(correct, 1))
 
     def new_cache(self, max_length: int | None = None) -> ModelCache:
         """An empty cache for the active scores; `max_length` allocates it at once and limits it."""

@@ -73,9 +73,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     if isinstance(stop, str) or not isinstance(stop, Collection):
         raise InputError(f"stop takes a list of token ids and strings, not {stop!r}")
-    stop_tokens = {
-        _stop_token(t, model.head_weight.shape[0]) for t in stop if not isinstance(t, str)
-    }
+    vocabulary = model.head_weight.shape[0]
+    stop_tokens = {_stop_token(x, vocabulary) for x in stop if not isinstance(x, str)}
     stop_strings = [string for string in stop if isinstance(string, str)]
     if not all(stop_strings):
         raise InputError("a stop string is empty; every text contains it")
@@ -193,10 +192,8 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
             seeds = [operator.index(seed) + row for row in range(rows)]
     except TypeError as error:
         raise InputError(f"seed is a whole number, or one for each prompt, not {seed!r}") from error
-    if len(seeds) != rows:
-        raise InputError(f"{len(seeds)} seeds were given for {rows} prompts")
-    if any(not 0 <= row_seed < 1 << 63 for row_seed in seeds):
-        raise InputError("a seed must be at least 0 and below 2^63")
+    if len(seeds) != rows or any(not 0 <= row_seed < 1 << 63 for row_seed in seeds):
+        raise InputError(f"seed must be from 0 to 2^63 − 1, or {rows} such numbers, not {seed!r}")
     return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
 
@@ -223,10 +220,8 @@ def _token_ids(prompt: Any, number: int) -> Tensor:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):
         ids = torch.tensor(0.0)
-    if ids.ndim == 1 and len(ids) == 0:
-        raise InputError(f"prompt {number} is empty: give at least one token")
-    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"prompt {number} is not a list of token ids, which are whole numbers")
+    if ids.ndim != 1 or len(ids) == 0 or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"prompt {number} is not a list of token ids, whole numbers, one at least")
     return ids.long()
 
 
@@ -235,8 +230,9 @@ def _stop_token(token: Any, vocabulary: int) -> int:
         number = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:
         number = -1
-    if number < 0 or isinstance(token, bool):
-        raise InputError(f"stop takes token ids, whole numbers, and strings, not {token!r}")
-    if number >= vocabulary:
-        raise InputError(f"stop token {token} is outside the vocabulary 0 … {vocabulary - 1}")
+    if not 0 <= number < vocabulary:
+        raise InputError(
+            f"stop takes strings and token ids of the vocabulary 0 … {vocabulary - 1}, not "
+            f"{token!r}"
+        )
     return number

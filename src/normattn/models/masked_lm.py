@@ -121,12 +121,8 @@ class MaskedLM(TokenModel):
 
         `after(layer, x)` gets the output of each layer, and for layer −1 the input of the first.
         """
-        vocabulary = (
-            f"this model's vocabulary is 0 to {self.config.vocab_size - 1}, and "
-            f"{self.config.mask_id} is the mask"
-        )
         context = AttentionContext(key_padding, causal=False, backend=backend)
-        return self.hidden_states(ids, context, after=after, vocabulary=vocabulary)
+        return self.hidden_states(ids, context, after=after)
 
     def loss(
         self,

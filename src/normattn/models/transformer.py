@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from normattn.errors import InputError
 from normattn.kernels.stats import observers, unobserved
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
@@ -93,15 +92,14 @@ class TokenModel(nn.Module):
         context: AttentionContext,
         caches: Sequence[KeyValueCache | None] | None = None,
         after: AfterLayer | None = None,
-        vocabulary: str | None = None,
     ) -> Float[Tensor, "b t d"]:
         """The last block's output after the final norm.
 
         `after(layer, x)` is called with the output of each layer, and with layer −1 for the input
-        of the first one. `vocabulary` describes the valid ids in the error for invalid ones.
+        of the first one.
         """
         with plain_operations(context.backend == "reference"):
-            x = embed(self.embedding, self.embedding_norm, checked_ids(ids), vocabulary)
+            x = embed(self.embedding, self.embedding_norm, checked_ids(ids))
             if after is not None:
                 after(-1, x)
             x = self.blocks(x, context, caches, after)
@@ -140,16 +138,11 @@ class Blocks(nn.ModuleList):
         """Run all layers; `after` is called with the output of each.
 
         `caches` has one for each layer. A decoder needs `memories`, one for each block, and the
-        `positions` of its queries if its cross-attention uses positions. Raises `InputError` for
-        memories without cross-attention, and for cross-attention without memories.
+        `positions` of its queries if its cross-attention uses positions.
         """
         context = AttentionContext() if context is None else context
         contexts = self._layer_contexts(self._score, context)
         cross_contexts: Sequence[CrossContext | None] = [None] * self.layers
-        if memories is not None and self._cross_score is None:
-            raise InputError("memories are for cross attention, which these blocks do not have")
-        if memories is None and self._cross_score is not None:
-            raise InputError("blocks with cross attention need memories, one for each of them")
         if self._cross_score is not None:
             cross_contexts = self._cross_contexts(self._cross_score, context, positions, x.shape[1])
         stream: Stream = x if self.query is None else LayerOutputs((x,))
@@ -297,7 +290,7 @@ def make_norm(config: StackConfig) -> nn.Module:
     if config.placement == "nGPT":
         return RMSNorm(dim, eps, gain=False)
     if config.norm == "layer":
-        return LayerNorm(dim, eps, gain=gain, bias=gain)
+        return LayerNorm(dim, eps, gain=gain)
     return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)
 
 
@@ -315,17 +308,11 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
     """Switch activation checkpointing of a model on or off.
 
     The backward pass then recomputes the activations within each block: only the blocks' inputs are
-    kept, for about a third more computation. Gradients are the same for every score. Raises
-    `InputError` for a model without `Blocks`.
+    kept, for about a third more computation. Gradients are the same for every score.
     """
-    stacks = [module for module in model.modules() if isinstance(module, Blocks)]
-    if not stacks:
-        raise InputError(
-            f"activation checkpointing needs a model of normattn's blocks; a "
-            f"{type(model).__name__} has none"
-        )
-    for stack in stacks:
-        stack.activation_checkpointing = on
+    for module in model.modules():
+        if isinstance(module, Blocks):
+            module.activation_checkpointing = on
 
 
 def _recompute_options() -> dict[str, Any]:

@@ -200,5 +200,5 @@ class Translator(nn.Module):
         return self.decode(target[:, :-1], encoded, backend=backend), next_tokens, valid
 
     def _embed(self, table: nn.Embedding, norm: nn.Module | None, ids: Tensor) -> Tensor:
-        x = embed(table, norm, ids, f"this vocabulary is 0 to {table.num_embeddings - 1}")
+        x = embed(table, norm, ids)
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

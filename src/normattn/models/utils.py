@@ -29,16 +29,14 @@ def checked_ids(ids: Any, name: str = "ids") -> Tensor:
     )
 
 
-def embed(
-    table: nn.Embedding, norm: nn.Module | None, ids: Tensor, vocabulary: str | None = None
-) -> Tensor:
-    """The normalised embeddings of `ids`; `InputError` with `vocabulary` for unknown ids (CPU)."""
+def embed(table: nn.Embedding, norm: nn.Module | None, ids: Tensor) -> Tensor:
+    """The normalised embeddings of `ids`; `InputError` for unknown ids (CPU)."""
     try:
         x: Tensor = table(ids)
     except IndexError as error:
-        valid = vocabulary or f"this model's vocabulary is 0 to {table.num_embeddings - 1}"
         raise InputError(
-            f"token ids run from {int(ids.min())} to {int(ids.max())}; {valid}"
+            f"token ids run from {int(ids.min())} to {int(ids.max())}; this model's vocabulary is "
+            f"0 to {table.num_embeddings - 1}"
         ) from error
     return x if norm is None else norm(x)
 

@@ -17,7 +17,6 @@ from normattn.layers.checks import check_tensor
 from normattn.models.config import VisionConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import (
-    AfterLayer,
     AttentionContext,
     Blocks,
     make_embedding_norm,
@@ -67,19 +66,16 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "b c h w"], backend: str = "auto"
     ) -> Float[Tensor, "b k"]:
         """The logits of the classes."""
-        logits: Tensor = self.head(self.features(images, backend=backend))
+        logits: Tensor = self.head(self.features(images, backend))
         return logits
 
     def features(
-        self,
-        images: Float[Tensor, "b c h w"],
-        after: AfterLayer | None = None,
-        backend: str = "auto",
+        self, images: Float[Tensor, "b c h w"], backend: str = "auto"
     ) -> Float[Tensor, "b d"]:
-        """The head's input; `after(layer, x)` is called with each layer's output (B, T, D)."""
+        """The head's input."""
         with plain_operations(backend == "reference"):
             context = AttentionContext(causal=False, backend=backend)
-            x: Tensor = self.blocks(self._embed(images), context, after=after)
+            x: Tensor = self.blocks(self._embed(images), context)
             x = x if self.final_norm is None else self.final_norm(x)
             return x[:, 0] if self.class_token is not None else x.mean(1)
 

@@ -32,7 +32,7 @@ def read(text: str) -> tuple[list[NamedPart], int | None]:
         raise InputError(f"a score is a ScoreSpec or its name, but {text!r} was given")
     body, length = text.strip(), None
     if match := _LENGTH.search(body):
-        body, length = body[: match.start()], _whole(match["length"])
+        body, length = body[: match.start()], _number(match["length"], True)
         if length is None:
             raise InputError(f"{text!r} gives a training length that is too large")
     if (model := recipe(body)) is not None:
@@ -125,33 +125,24 @@ def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
         expected = "true or false"
     else:
         expected = "a whole number" if hint is int else "a number"
-        number = _whole(value) if hint is int else _real(value)
-        if number is not None:
+        if (number := _number(value, hint is int)) is not None:
             return number
     raise InputError(f"{part.name}: {key} must be {expected}, but it is {value!r}")
 
 
-def _whole(value: Any) -> int | None:
-    """An integer of at most 63 bits, as torch has them; None for anything else."""
-    if isinstance(value, str) and _DIGITS.fullmatch(value):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        # 1e3 and 4.0 are whole numbers too, up to 2^53, where floats become inexact.
-        real = _real(value)
-        if real is None or not real.is_integer() or abs(real) > 1 << 53:
-            return None
-        value = int(real)
-    return value if abs(value) < 1 << 63 else None
-
-
-def _real(value: Any) -> float | None:
-    """A float, which may be infinite; None for anything else."""
+def _number(value: Any, whole: bool) -> Any:
+    """A float, or an integer of at most 63 bits, also from 1e3 and 4.0; None for anything else."""
     if isinstance(value, bool) or (isinstance(value, str) and len(value) > _LONGEST_NUMBER):
         return None
     try:
-        return float(value)
+        real = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    if not whole or not real.is_integer():
+        return None if whole else real
+    # Floats above 2^53 are inexact.
+    number = int(value) if _DIGITS.fullmatch(str(value)) else int(real)
+    return number if abs(number) < 1 << 63 else None
 
 
 def print_part(part: Part, implied: Part | None = None) -> str:

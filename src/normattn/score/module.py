@@ -248,7 +248,7 @@ class Score(nn.Module):
         pairs: PairBias | None,
     ) -> AttentionInputs:
         window, sink_tokens = self._spec.window
-        selection, bias = None, self._spec.bias
+        selection, bias, normaliser = None, self._spec.bias, self._spec.normaliser
         if self._spec.selection is not None:
             padding = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
             before = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
@@ -264,7 +264,7 @@ class Score(nn.Module):
             cap=None if self._spec.cap is None else self._spec.cap.cap,
             pairs=pairs,
             pair_values=bias.pair_values() if isinstance(bias, PairBiasPart) else None,
-            normaliser=self._spec.normaliser,
+            normaliser=None if normaliser is None else normaliser.weights,
             selection=selection,
         )
 

@@ -7,7 +7,7 @@ computed in float32 for half-precision inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +25,8 @@ Kind = Literal["l2", "layer", "rms", "batch", "instance", "dyt", "derf"]
 Across = Literal["head", "all", "each"]
 _EPS = {"l2": 1e-12, "layer": 1e-5, "rms": 1e-6, "batch": 1e-5, "instance": 1e-5}
 _BOUNDED = ("dyt", "derf")
-CHUNK_BYTES = 1 << 19
-"""Bytes of float32 rows that are processed at a time, so that they stay in a core's cache."""
+# Of BatchNorm's running statistics, as in torch.
+_MOMENTUM = 0.1
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,22 @@ class BoundedFeatures(nn.Module):
         self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
     ) -> Float[Tensor, "b h t d"]:
         """Bound every feature."""
-        y = self.alpha * x.to(at_least_float32(x.dtype))
-        y = torch.tanh(y) if self.shift is None else torch.erf(y + self.shift)
-        if self.weight is not None and self.bias is not None:
-            y = y * self.weight + self.bias
-        return y.to(x.dtype)
+        return bounded(x, self.alpha, self.shift, self.weight, self.bias)
 
     apply_directly = forward
+
+
+def bounded(
+    x: Float[Tensor, "*rows d"],
+    alpha: Float[Tensor, ""],
+    shift: Float[Tensor, ""] | None,
+    gain: Float[Tensor, " d"] | None,
+    bias: Float[Tensor, " d"] | None,
+) -> Float[Tensor, "*rows d"]:
+    """tanh(α·x)·gain + bias, or with a shift s erf(α·x + s)·gain + bias, in float32 or wider."""
+    y = alpha * x.to(at_least_float32(x.dtype))
+    y = torch.tanh(y) if shift is None else torch.erf(y + shift)
+    return (y if gain is None or bias is None else y * gain + bias).to(x.dtype)
 
 
 class TokenNorm(nn.Module):
@@ -148,18 +157,16 @@ class TokenNorm(nn.Module):
 
     InstanceNorm takes statistics over the tokens of each row. BatchNorm works as
     `torch.nn.BatchNorm1d`: training uses the batch's mean and biased variance, synchronised across
-    processes, and moves the running mean and unbiased variance by `momentum`; evaluation uses the
+    processes, and moves the running mean and unbiased variance by a tenth; evaluation uses the
     running ones. Recomputation for a backward (activation checkpointing) does not move them.
     """
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(
-        self, norm: Normalisation, heads: int, head_dim: int, eps: float, momentum: float = 0.1
-    ) -> None:
+    def __init__(self, norm: Normalisation, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        self.kind, self.eps, self.momentum = norm.kind, eps, momentum
+        self.kind, self.eps = norm.kind, eps
         shape = (1, heads, 1, head_dim)
         self.weight = nn.Parameter(torch.ones(shape)) if norm.gain else None
         self.bias = nn.Parameter(torch.zeros(shape)) if norm.gain else None
@@ -190,7 +197,7 @@ class TokenNorm(nn.Module):
         if not recomputed:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
-                share = self.momentum * (count > 0).to(self.running_mean.dtype)
+                share = _MOMENTUM * (count > 0).to(self.running_mean.dtype)
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         return mean, variance
@@ -255,16 +262,6 @@ def _scale_rows_and_factors(
     x: Tensor, gain: Tensor | None, eps: float, unit: bool
 ) -> tuple[Tensor, Tensor]:
     """x·r·gain in the dtype of x, and r of every row; 1/r with `unit`."""
-    # A single multiplication in float32 gains nothing from chunks.
-    chunked = gain is not None or (x.element_size() == 2 and not unit)
-    if chunked and x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
-        y = torch.empty_like(x)
-        inverse = x.new_empty(*x.shape[:-1], 1, dtype=at_least_float32(x.dtype))
-        for x_chunk, y_chunk, inverse_chunk in _chunks(x, y, inverse):
-            scaled, factors = _scale_rows_and_factors(x_chunk, gain, eps, unit)
-            y_chunk.copy_(scaled)
-            inverse_chunk.copy_(factors)
-        return y, inverse
     rows = x if x.element_size() > 2 else x.float()
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     if unit:
@@ -273,12 +270,6 @@ def _scale_rows_and_factors(
     inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normal = rows * inverse
     return (normal if gain is None else normal.mul_(gain)).to(x.dtype), inverse
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split contiguous tensors into chunks of rows that fit into a core's cache."""
-    rows = max(1, CHUNK_BYTES // (4 * tensors[0].shape[-1]))
-    return zip(*(torch.split(x.view(-1, x.shape[-1]), rows) for x in tensors), strict=True)
 
 
 class _ScaleRows(torch.autograd.Function):
@@ -331,13 +322,6 @@ def _rms_norm_grads(
         along = along.div_(x.shape[-1])
         return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
     gain = gain.to(inverse.dtype)
-    if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
-        grad_x, grad_gain = torch.empty_like(x), torch.zeros_like(gain)
-        for x_chunk, *chunks, grad_x_chunk in _chunks(x, grad.contiguous(), inverse, grad_x):
-            chunk_grad_x, chunk_grad_gain = _rms_norm_grads(x_chunk, gain, *chunks)
-            grad_x_chunk.copy_(chunk_grad_x)
-            grad_gain += 0 if chunk_grad_gain is None else chunk_grad_gain
-        return grad_x, grad_gain
     grad, normal = grad.to(inverse.dtype), x * inverse
     product = grad * normal
     rows = product.reshape(-1, x.shape[-1])

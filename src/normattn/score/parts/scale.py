@@ -28,8 +28,8 @@ class LengthScaling(Part):
     replaces_base: ClassVar[bool] = False
 
     def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
-        """The multiplier of λ for n visible keys."""
-        raise InputError(f"{self.name} defines no factor")
+        """The multiplier of λ for n visible keys; 1 where it is learned."""
+        return torch.ones_like(n)
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
         """The initial values of learned parameters, by name; empty by default."""
@@ -129,10 +129,6 @@ class SSMax(LengthScaling):
     source = "arXiv 2501.19399"
     bias: bool = False
 
-    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
-        """1: the whole factor is learned."""
-        return torch.ones_like(n)
-
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
         """s = L / Σ ln n over n = 1 … L, and b = 0."""
         length = self.required_length(train_length)
@@ -159,10 +155,6 @@ class ASScale(LengthScaling):
     source = "arXiv 2506.16640; github.com/deep-spin/asentmax, attn_scale_type learn"
     needs_length = False
     delta: float = number(default=1.0, least=0)
-
-    def factor(self, n: Float[Tensor, "..."], train_length: int | None) -> Float[Tensor, "..."]:
-        """1: the whole factor is learned."""
-        return torch.ones_like(n)
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
         """β and γ, drawn from torch's global generator."""

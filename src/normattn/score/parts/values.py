@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from normattn.kernels import AttentionMask
-from normattn.kernels.inputs import PairBias
+from normattn.kernels.inputs import PairBias, PairValues
 from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.bias import Learned, PairBiasPart, Queries, require_query
@@ -107,7 +107,7 @@ class NEZHA(OwnValues, PairBiasPart):
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """λ·⟨q, R⟩ of each query and clipped distance, looked up by the distance of each pair."""
-        sinusoids, q = self.pair_values(), require_query(self, query).to(dtype)
+        sinusoids, q = RelativeSinusoids(self.clip), require_query(self, query).to(dtype)
         table = q @ sinusoids.table(q.shape[-1], q).t()
 
         def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class NEZHA(OwnValues, PairBiasPart):
         # Per head: the bias, and an index of eight bytes.
         return PairBias(compute, 3 * table.shape[0] * table.shape[1], table)
 
-    def pair_values(self) -> RelativeSinusoids:
+    def pair_values(self) -> PairValues:
         """R, added to the values."""
-        return RelativeSinusoids(self.clip)
+        return RelativeSinusoids(self.clip).weighted_sum
 
 
 @dataclass(frozen=True)
