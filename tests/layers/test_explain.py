@@ -62,7 +62,6 @@ def test_a_device_that_is_not_there_is_explained_too() -> None:
     assert found.kernel == "fused"
     two = explain("KNA-ReRoPE(window=8)@32", (1, 4, 512, 64), **arguments)
     assert "CUDA" in two.refused["two-regime"]
-    assert found.working_bytes < found.output_bytes
     # More features than values have: the stock kernel is for as many.
     assert explain("KNA-FoX", (1, 4, 512, 64), **arguments).kernel == "flex"
 
@@ -73,8 +72,6 @@ def test_residual_scores_are_explained() -> None:
     assert scores.kernel == "residual"
     assert any(line.startswith("RealFormer") for line in scores.left)
     assert "residual scores" in scores.refused["fused"]
-    # About half of all pairs.
-    assert 4 * 512 * 512 * 2 < scores.working_bytes < 4 * 512 * 512 * 4 + 2**20
     features = explain("KNA-ResidualQK", (1, 4, 512, 64))
     assert any(line.startswith("ResidualQK") for line in features.folded)
     assert features.kernel == explain("KNA", (1, 4, 512, 64)).kernel

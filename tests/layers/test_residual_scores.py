@@ -132,7 +132,7 @@ def test_a_residual_serves_one_shape(name: str) -> None:
     below, above, *_ = _residual(name)
     attention(*_drawn(2, 2, 0), name, residual=below)
     q, k, v = (x[:, :, :5] for x in _drawn(2, 2, 0))
-    with pytest.raises(InputError, match=r"same shape.*\b9\b.*\b5\b"):
+    with pytest.raises(InputError, match="same shape"):
         attention(q, k, v, name, residual=above)
 
 

@@ -170,7 +170,7 @@ def test_what_a_cache_refuses() -> None:
         pytest.raises(InputError, match="new cache after switching"),
     ):
         model(ids, cache=cache)
-    with pytest.raises(InputError, match="holds 2 rows"):
+    with pytest.raises(InputError, match="holds keys of 2 rows"):
         model(ids[:1], cache=cache)
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[1, 0] = True

@@ -190,10 +190,6 @@ def test_bad_sentences() -> None:
         model(torch.zeros_like(source), target)
     with pytest.raises(InputError, match="vocabulary is 0 to 18"):
         model(source + 20, target)
-    with pytest.raises(InputError, match="nothing to predict"):
-        model.loss(source, target[:, :1])
-    with pytest.raises(InputError, match="only padding"):
-        model.loss(source, torch.zeros_like(target))
 
 
 def test_padding_of_the_queries_counts_in_cross_attention() -> None:
@@ -204,6 +200,6 @@ def test_padding_of_the_queries_counts_in_cross_attention() -> None:
     x, padding = torch.randn(2, 4, 16).double(), torch.zeros(2, 4, dtype=torch.bool)
     padding[:, 3:] = True
     memories = blocks.remember(torch.randn(2, 5, 16).double(), None, torch.arange(5))
-    short = blocks(x[:, :3], memories=memories)
-    for context in (AttentionContext(query_padding=padding), AttentionContext(key_padding=padding)):
-        torch.testing.assert_close(blocks(x, context, memories=memories)[:, :3], short)
+    short = blocks(x[:, :3], AttentionContext(), memories=memories)
+    context = AttentionContext(query_padding=padding)
+    torch.testing.assert_close(blocks(x, context, memories=memories)[:, :3], short)

@@ -18,11 +18,10 @@ from normattn.errors import InputError
 from normattn.kernels.flex import flex
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import spread_infinities
-from normattn.kernels.reference import reference_with_lse, strip_rows, strips
+from normattn.kernels.reference import reference_with_lse, strips
 from normattn.kernels.residual import concatenated, residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Recorder, observers, record_pass
-from normattn.kernels.tiled import TilePlan
 from normattn.kernels.tiled_backward import tiled
 from normattn.kernels.two_regime import two_regime
 from normattn.plain import traced, transformed
@@ -250,35 +249,6 @@ def reasons(inputs: AttentionInputs, backend: str = "auto") -> tuple[str, str, M
         if name != kernel
     }
     return kernel, why, refused
-
-
-def working_bytes(kernel: str, inputs: AttentionInputs) -> int:
-    """Estimate the bytes of a forward pass, without q, k, v and the output.
-
-    The reference stores scores and weights, T × S each; strips store some rows of both. torch's
-    kernels store a log-sum-exp, and the outputs of two regimes. Tiles store one tile of scores.
-    Residual scores share one buffer between layers, with a number for each pair.
-    """
-    q, keys = inputs.q, inputs.v.shape[2]
-    batch, heads, rows, _ = q.shape
-    score_bytes, lse_bytes = max(4, q.element_size()), batch * heads * rows * 4
-    if kernel in ("reference", "strips"):
-        stored_rows = rows if kernel == "reference" else strip_rows(inputs)
-        return 2 * batch * heads * stored_rows * keys * score_bytes
-    if kernel in ("fused", "flex"):
-        return lse_bytes * (2 if inputs.two_regimes else 1)
-    if kernel == "two-regime":
-        # The output and log-sum-exp of each regime, and two more numbers per row to merge them.
-        return 2 * batch * heads * rows * inputs.v.shape[3] * q.element_size() + 4 * lse_bytes
-    plan = TilePlan.of(inputs)
-    pairs = [tile.num_rows * tile.width for tile in plan.tiles]
-    group = next(plan.groups(q), None)
-    if group is None:
-        return 0
-    group_heads = (group.batch.stop - group.batch.start) * (group.heads.stop - group.heads.start)
-    tile_bytes: int = group_heads * plan.repeat * max(pairs, default=0) * score_bytes
-    buffer_bytes: int = batch * heads * sum(pairs) * score_bytes
-    return tile_bytes + (buffer_bytes if kernel == "residual" else 0)
 
 
 def run_kernel(

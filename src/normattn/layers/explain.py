@@ -5,7 +5,6 @@ Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from normattn.errors import InputError
 from normattn.kernels import AttentionInputs, reasons
-from normattn.kernels.dispatch import working_bytes
 from normattn.kernels.inputs import check_shapes
 from normattn.layers.checks import AttentionArguments
 from normattn.layers.gates import log_gates, pair_values, sum_gates
@@ -29,8 +27,7 @@ from normattn.score.spec import as_spec
 class Explanation:
     """How a score is computed: absorbed and remaining components, and the kernel with its reason.
 
-    `refused` maps each other kernel to the reason against it. `output_bytes` and `working_bytes`
-    estimate the memory of one forward in addition to q, k and v.
+    `refused` maps each other kernel to the reason against it.
     """
 
     spec: str
@@ -40,14 +37,11 @@ class Explanation:
     kernel: str
     why: str
     refused: Mapping[str, str]
-    output_bytes: int
-    working_bytes: int
 
     def __str__(self) -> str:
         def bullets(items: Sequence[str]) -> list[str]:
             return [f"  - {item}" for item in items or ("nothing",)]
 
-        output, working = self.output_bytes / 2**20, self.working_bytes / 2**20
         return "\n".join(
             (
                 f"{self.spec} on {self.shapes}",
@@ -56,7 +50,6 @@ class Explanation:
                 f"kernel: {self.kernel} ({self.why})",
                 "other kernels:",
                 *bullets([f"{name}: {reason}" for name, reason in self.refused.items()]),
-                f"memory: {output:.1f} MiB of output, about {working:.1f} MiB while computing",
             )
         )
 
@@ -104,8 +97,6 @@ def explain(
         kernel=kernel,
         why=why,
         refused=refused,
-        output_bytes=math.prod(q_shape[:3]) * shapes[2][3] * dtype.itemsize,
-        working_bytes=working_bytes(kernel, inputs),
     )
 
 

@@ -46,13 +46,14 @@ class FeatureSums:
         """Replace queries and keys by their sums over the layers so far."""
         sums: dict[str, Tensor] = {name: getattr(inputs, name) for name in self._names}
         if layer:
-            if layer - 1 not in self._sums:
+            below = self._sums.get(layer - 1)
+            if below is None or any(below[name].shape != x.shape for name, x in sums.items()):
                 raise InputError(
-                    "the layer below has passed on no queries and keys: run all layers of the "
-                    "stack in every forward, bottom first; activation checkpointing needs "
-                    "use_reentrant=False"
+                    "the layer below has passed on no queries and keys of the same shape: run all "
+                    "layers of the stack in every forward, bottom first; activation checkpointing "
+                    "needs use_reentrant=False"
                 )
-            sums = {name: self._sums[layer - 1][name] + x for name, x in sums.items()}
+            sums = {name: below[name] + x for name, x in sums.items()}
             if not torch.is_grad_enabled():
                 del self._sums[layer - 1]
         elif torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
@@ -74,10 +75,10 @@ class FirstValues:
         if layer == 0:
             self._first = inputs.v
             return inputs
-        if self._first is None:
+        if self._first is None or self._first.shape != inputs.v.shape:
             raise InputError(
-                "the lowest layer has passed on no values: run all layers of the stack in every "
-                "forward, bottom first"
+                "the lowest layer has passed on no values of the same shape: run all layers of the "
+                "stack in every forward, bottom first"
             )
         return replace(inputs, v=torch.lerp(inputs.v, self._first, self._share))
 

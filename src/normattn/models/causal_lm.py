@@ -88,7 +88,7 @@ class CausalLM(TokenModel):
             documents = None
             if (packed := self.config.score.documents) is not None:
                 documents = documents_from_ends(ids == packed.separator)
-            context = AttentionContext(key_padding, None, documents, backend=backend)
+            context = AttentionContext(key_padding, documents, backend=backend)
             return self.hidden_states(ids, context)
         if not isinstance(cache, ModelCache):
             raise InputError(f"a model's cache comes from new_cache(), but it is {cache!r}")

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
 from normattn.models.config import ClassifierConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import AttentionContext, TokenModel
@@ -60,9 +59,4 @@ class Classifier(TokenModel):
     ) -> Float[Tensor, ""]:
         """Binary cross-entropy in nats, the mean over texts and labels."""
         logits = self(ids, key_padding, backend).float()
-        if labels.shape != logits.shape:
-            raise InputError(
-                f"labels must be {tuple(logits.shape)}, 0 or 1 for each text and label, but they "
-                f"are {tuple(labels.shape)}"
-            )
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))

@@ -49,12 +49,11 @@ AfterLayer = Callable[[int, Tensor], None]
 class AttentionContext:
     """The arguments of self-attention that all layers share, for all S tokens.
 
-    `positions` are 0 … S − 1 by default. `query_padding`, by default `key_padding`, leaves tokens
-    out of statistics. `residual` is a layer's (`residual_layers`); `backend` is as in `attention`.
+    `query_padding`, by default `key_padding`, leaves tokens out of statistics. `residual` is a
+    layer's (`residual_layers`); `backend` is as in `attention`.
     """
 
     key_padding: Bool[Tensor, "b s"] | None = None
-    positions: Int[Tensor, "*b s"] | None = None
     documents: Int[Tensor, "b s"] | None = None
     causal: bool = True
     residual: ResidualLayer | None = None
@@ -129,7 +128,7 @@ class Blocks(nn.ModuleList):
     def forward(
         self,
         x: Float[Tensor, "b t d"],
-        context: AttentionContext | None = None,
+        context: AttentionContext,
         caches: Sequence[KeyValueCache | None] | None = None,
         after: AfterLayer | None = None,
         memories: Sequence[Memory] | None = None,
@@ -140,11 +139,10 @@ class Blocks(nn.ModuleList):
         `caches` has one for each layer. A decoder needs `memories`, one for each block, and the
         `positions` of its queries if its cross-attention uses positions.
         """
-        context = AttentionContext() if context is None else context
         contexts = self._layer_contexts(self._score, context)
         cross_contexts: Sequence[CrossContext | None] = [None] * self.layers
         if self._cross_score is not None:
-            cross_contexts = self._cross_contexts(self._cross_score, context, positions, x.shape[1])
+            cross_contexts = self._cross_contexts(self._cross_score, context, positions)
         stream: Stream = x if self.query is None else LayerOutputs((x,))
         for layer in range(self.layers):
             block: Any = self[layer % len(self)]
@@ -193,13 +191,11 @@ class Blocks(nn.ModuleList):
         return [replace(context, residual=layer) for layer in residual]
 
     def _cross_contexts(
-        self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None, tokens: int
+        self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None
     ) -> list[CrossContext]:
-        padding = context.query_padding
-        if padding is None and context.key_padding is not None:
-            padding = context.key_padding[:, -tokens:]
         residual = residual_layers(score, self.layers) or (None,) * self.layers
         backend = self._backend(score, context.backend)
+        padding = context.query_padding
         return [CrossContext(positions, padding, layer, backend) for layer in residual]
 
     def _backend(self, score: ScoreSpec, backend: str) -> str:

@@ -188,14 +188,8 @@ class Translator(nn.Module):
         self, source: Tensor, target: Tensor, backend: str = "auto"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden vectors (B, T, D), the next tokens, and which of them are not padding."""
-        if target.shape[1] < 2:
-            raise InputError(
-                f"targets of {target.shape[1]} tokens have nothing to predict; give bos … eos"
-            )
         next_tokens = target[:, 1:]
         valid = next_tokens != self.config.pad_id
-        if not bool(valid.any()):
-            raise InputError("the targets contain only padding")
         encoded = self.encode(source, backend)
         return self.decode(target[:, :-1], encoded, backend=backend), next_tokens, valid
 

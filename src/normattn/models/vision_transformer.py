@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from normattn.errors import InputError
 from normattn.kernels.cross_entropy import LinearCrossEntropy, TokenScores
 from normattn.kernels.numerics import at_least_float32
 from normattn.layers.checks import check_tensor
@@ -97,15 +96,8 @@ class VisionTransformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The mean loss, or with `reduction` "none" the images' losses; and which are correct."""
         logits = self(images, backend)
-        check_tensor("labels", labels, "int64 or int32", (len(images),))
         logits = logits.to(at_least_float32(logits.dtype))
-        try:
-            loss = F.cross_entropy(logits, labels.long(), reduction=reduction)
-        except IndexError as error:
-            raise InputError(
-                f"labels run from {int(labels.min())} to {int(labels.max())}; this model's classes "
-                f"are 0 to {self.config.classes - 1}"
-            ) from error
+        loss = F.cross_entropy(logits, labels.long(), reduction=reduction)
         return loss, logits.argmax(-1) == labels
 
     def _embed(self, images: Tensor) -> Tensor:
