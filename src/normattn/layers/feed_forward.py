@@ -15,9 +15,9 @@ from normattn.layers.checks import check_input
 from normattn.plain import use_plain_ops
 
 
-def swiglu_hidden(dim: int, multiple: int = 16) -> int:
-    """8/3 · `dim`, rounded to `multiple`: as many parameters as a GELU layer of 4 · `dim`."""
-    return max(multiple, round(8 * dim / (3 * multiple)) * multiple)
+def swiglu_hidden(dim: int) -> int:
+    """8/3 · `dim`, rounded to 16: as many parameters as a GELU layer of 4 · `dim`."""
+    return max(16, round(8 * dim / 48) * 16)
 
 
 class SwiGLU(nn.Module):

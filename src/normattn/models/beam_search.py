@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -28,13 +28,12 @@ class Hypothesis:
     """A finished translation: its `tokens` without begin and end token.
 
     `log_probability` is that of the tokens and the end token; `score` divides it by the length
-    penalty. `ended` is "stop" if the model chose the end token, "length" if the limit forced it.
+    penalty.
     """
 
     tokens: tuple[int, ...]
     score: float
     log_probability: float
-    ended: Literal["stop", "length"]
 
 
 @torch.inference_mode()
@@ -45,7 +44,6 @@ def beam_search(
     beam: int = 4,
     length_penalty: float = 0.6,
     max_length: int | None = None,
-    batch: int = 64,
 ) -> list[list[Hypothesis]]:
     """The finished translations of each source, best first.
 
@@ -55,7 +53,6 @@ def beam_search(
         beam: K, the number of open hypotheses of a source; 1 is greedy decoding.
         length_penalty: α; 0 compares probabilities, which favours short translations.
         max_length: the most tokens of a translation; None: 2·(source tokens) + 10.
-        batch: sources per batch, sorted by length.
 
     Each step keeps the K most probable continuations. A hypothesis that ends leaves its beam empty,
     so at most K end. A source is done when no beam is left, or when no open hypothesis could exceed
@@ -64,22 +61,15 @@ def beam_search(
     others. Raises `InputError` for an empty source, unknown ids and settings out of range.
     """
     most = 1 if max_length is None else max_length
-    require_sizes("translate", beam=beam, batch=batch, max_length=most)
+    require_sizes("translate", beam=beam, max_length=most)
     if not 0 <= length_penalty <= 10:
         raise InputError(f"length_penalty is {length_penalty}; it must be from 0 to 10")
     if any(model.config.pad_id in source for source in sources):
         raise InputError("a source holds the padding token: give sources without padding")
-    order = sorted(range(len(sources)), key=lambda number: len(sources[number]), reverse=True)
-    translations: list[list[Hypothesis]] = [[] for _ in sources]
+    limits = [max_length or 2 * len(source) + 10 for source in sources]
     with without_dropout(model):
-        for start in range(0, len(order), batch):
-            numbers = order[start : start + batch]
-            group = [sources[number] for number in numbers]
-            limits = [max_length or 2 * len(source) + 10 for source in group]
-            finished = _search(model, group, beam, length_penalty, limits)
-            for number, hypotheses in zip(numbers, finished, strict=True):
-                translations[number] = sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)
-    return translations
+        finished = _search(model, sources, beam, length_penalty, limits)
+    return [sorted(hypotheses, key=lambda x: -x.score) for hypotheses in finished]
 
 
 def _search(
@@ -123,8 +113,7 @@ def _search(
         for row, column in ended.nonzero().tolist():
             number, value = open_sources[row], float(values[row, column])
             written = tuple(tokens[row, parents[row, column], 1:].tolist())
-            why: Literal["stop", "length"] = "length" if length > limits[number] else "stop"
-            finished[number].append(Hypothesis(written, score(value, length), value, why))
+            finished[number].append(Hypothesis(written, score(value, length), value))
         # Move empty beams to the end; the others keep their order.
         values = values.masked_fill(ended, -math.inf)
         values, order = torch.sort(values, stable=True, dim=-1, descending=True)

@@ -18,7 +18,6 @@ from normattn.errors import require_sizes
 from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig, StackConfig, TranslatorConfig, VisionConfig
 from normattn.models.transformer import Blocks
-from normattn.models.translator import Translator
 from normattn.models.utils import on_meta
 from normattn.score import ScoreSpec
 
@@ -45,12 +44,10 @@ class Flops:
         return 3 * self.forward
 
 
-def parameter_count(model: nn.Module | CausalLMConfig | TranslatorConfig) -> int:
+def parameter_count(model: nn.Module | CausalLMConfig) -> int:
     """The number of parameters of a model or a configuration; shared ones count once."""
     if isinstance(model, CausalLMConfig):
         return planned_parameters(CausalLM, model)
-    if isinstance(model, TranslatorConfig):
-        return planned_parameters(Translator, model)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

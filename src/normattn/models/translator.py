@@ -5,9 +5,7 @@ Legend: B pairs, S source tokens, T target tokens, D width, V target words, r ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,7 +20,6 @@ from normattn.kernels.cross_entropy import (
     token_scores,
 )
 from normattn.layers.cross_attention import Memory
-from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache
 from normattn.models.config import TranslatorConfig
 from normattn.models.initialisation import initialise
@@ -175,10 +172,6 @@ class Translator(nn.Module):
         loss = scores.loss.new_zeros(valid.shape).masked_scatter_(valid, scores.loss)
         correct = torch.zeros_like(valid).masked_scatter_(valid, scores.correct)
         return TokenScores(loss, correct)
-
-    def translate(self, sources: Sequence[Sequence[int]], **settings: Any) -> list[Hypothesis]:
-        """The best `Hypothesis` of each source; the settings are as for `beam_search`."""
-        return [hypotheses[0] for hypotheses in beam_search(self, sources, **settings)]
 
     @property
     def _targets(self) -> nn.Embedding:

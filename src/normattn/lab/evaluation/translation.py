@@ -56,7 +56,6 @@ def translate(
             [split.source_ids(index) for index in chosen],
             beam=beam,
             length_penalty=length_penalty,
-            batch=batch,
         )
         for index, hypotheses in zip(chosen, translations, strict=True):
             ids = [token for token in hypotheses[0].tokens if token > EOS_ID]
