@@ -13,6 +13,7 @@ from normattn import InputError
 from normattn.layers.feed_forward import GELU, SwiGLU
 from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
 from normattn.models import CausalLM, CausalLMConfig
+from normattn.score import norms as module
 
 # In units of the last place: what rounding in another order may change.
 TOLERANCE = {
@@ -60,6 +61,13 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         assert float((mine.double() - theirs.double()).abs().max()) <= tolerance * scale
 
 
+@pytest.fixture(params=["whole", "chunks"])
+def _by_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows all at once, or by chunks that do not divide them."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 30 if request.param == "whole" else 700)
+
+
+@pytest.mark.usefixtures("_by_chunks")
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "plain"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -72,6 +80,7 @@ def test_equal_to_torch_in_every_precision(kind: str, dtype: torch.dtype, learne
     assert_close(everything(ours, x, weight), exact, TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("_by_chunks")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_full_precision_parameters_serve_a_half_precision_stream(kind: str) -> None:
     ours, oracle = pair(kind, 24, True)
@@ -90,6 +99,7 @@ def test_gradients_of_parameters_are_added_up_in_float32(kind: str) -> None:
     assert_close(found[2:], everything(oracle, x.double(), weight.double())[2:], 1e-5)
 
 
+@pytest.mark.usefixtures("_by_chunks")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_strided_rows_and_gradients_give_what_contiguous_ones_do(kind: str) -> None:
     ours, oracle = pair(kind, 8, True)
@@ -98,6 +108,7 @@ def test_strided_rows_and_gradients_give_what_contiguous_ones_do(kind: str) -> N
     assert_close(everything(ours, x, weight), everything(oracle, x, weight), 1e-12)
 
 
+@pytest.mark.usefixtures("_by_chunks")
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "plain"])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_first_and_second_derivatives_by_finite_differences(kind: str, learned: bool) -> None:

@@ -259,8 +259,8 @@ class ExtendedLayer:
         score, positions, rotated = self.score, masked.positions, None
         cache = cache if positions.regular else None
         padding = masked.mask.padding
-        query_padding = padding if q.shape[2] == k.shape[2] else None
-        announce_layer(score, q, k, query_padding, padding, positions.query, positions.key)
+        paddings = padding if q.shape[2] == k.shape[2] else None, padding
+        announce_layer(score, q, k, paddings, (positions.query, positions.key))
         if self._before_rotation is not None:
             factors = (factor.to(q.device) for factor in self._before_rotation)
             q, k = (scaled(x, factor) for x, factor in zip((q, k), factors, strict=True))

@@ -89,7 +89,8 @@ def _attend_observed(
     scale = kwargs.get("scaling")
     attention_mask, padding = _convert_mask(module, q, k.shape[2], mask, kwargs)
     query_padding = padding if padding is not None and q.shape[2] == k.shape[2] else None
-    announce_layer(module, q, k, query_padding, padding, attention_mask.query, attention_mask.key)
+    positions = attention_mask.query, attention_mask.key
+    announce_layer(module, q, k, (query_padding, padding), positions)
     cap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     sink = None if sink is None else sink.detach()
     scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)

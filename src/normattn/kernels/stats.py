@@ -127,16 +127,9 @@ def _set_observers(observers: tuple[Observer, ...]) -> Iterator[None]:
 
 
 def announce_layer(
-    owner: object,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    query_padding: Bool[Tensor, "b t"] | None,
-    key_padding: Bool[Tensor, "b s"] | None,
-    query_positions: Int[Tensor, "*bq t"],
-    key_positions: Int[Tensor, "*bk s"],
+    owner: Any, q: Tensor, k: Tensor, padding: Padding, positions: tuple[Tensor, Tensor]
 ) -> None:
-    """Announce the next layer to all active observers, with its queries, keys and positions."""
-    padding, positions = (query_padding, key_padding), (query_positions, key_positions)
+    """Announce the next layer to all active observers (`Observer.enter_layer`)."""
     for observer in observers():
         observer.enter_layer(owner, q, k, padding, positions)
 

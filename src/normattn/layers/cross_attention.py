@@ -155,7 +155,7 @@ class CrossAttention(nn.Module):
         )
         plan = build_plan(spec, q, memory.keys.shape[2], args, cached=True)
         padding, attended = (query_padding, memory.padding), plan.positions
-        announce_layer(self.score, q, memory.raw, *padding, attended.query, attended.key)
+        announce_layer(self.score, q, memory.raw, padding, (attended.query, attended.key))
         kernel = partial(attend, backend=backend)
         o = plan.attend(self.score, q, memory.keys, memory.values, args, kernel)
         y: Tensor = self.out(o.transpose(1, 2).reshape(*x.shape[:2], self.out.in_features))

@@ -161,7 +161,8 @@ class AttentionPlan:
         start = num_cached if positions.regular else None
         key_padding = None if args.key_padding is None else args.key_padding[:, num_cached:]
         query_padding = args.query_padding if cache is None else key_padding
-        announce_layer(score, q, k, query_padding, key_padding, positions.query, key_positions)
+        padding = query_padding, key_padding
+        announce_layer(score, q, k, padding, (positions.query, key_positions))
         with plain_operations(args.backend == "reference"):
             v = rotate_values(spec, pair_values(spec, v, k.shape[-1]), key_positions, start)
         gates = None

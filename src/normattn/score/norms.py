@@ -27,6 +27,8 @@ _EPS = {"l2": 1e-12, "layer": 1e-5, "rms": 1e-6, "batch": 1e-5, "instance": 1e-5
 _BOUNDED = ("dyt", "derf")
 # Of BatchNorm's running statistics, as in torch.
 _MOMENTUM = 0.1
+# Rows of a backward at a time, so that its temporary tensors stay in a core's cache.
+CHUNK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,15 @@ def _rms_norm_grads(
         along = along.div_(x.shape[-1])
         return torch.addcmul(grad, x, along, value=-1.0).mul_(inverse).to(x.dtype), None
     gain = gain.to(inverse.dtype)
+    if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
+        grad_x, grad_gain = torch.empty_like(x), torch.zeros_like(gain)
+        rows = max(1, CHUNK_BYTES // (4 * x.shape[-1]))
+        tensors = (y.reshape(-1, y.shape[-1]).split(rows) for y in (x, grad, inverse, grad_x))
+        for x_chunk, *chunks, grad_x_chunk in zip(*tensors, strict=True):
+            chunk_grad_x, chunk_grad_gain = _rms_norm_grads(x_chunk, gain, *chunks)
+            grad_x_chunk.copy_(chunk_grad_x)
+            grad_gain += 0 if chunk_grad_gain is None else chunk_grad_gain
+        return grad_x, grad_gain
     grad, normal = grad.to(inverse.dtype), x * inverse
     product = grad * normal
     rows = product.reshape(-1, x.shape[-1])

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from normattn.errors import InputError
 
-When = Literal["training-time", "inference-time", "either"]
+When = Literal["training-time", "inference-time"]
 Fill = Callable[[Any, int | None, float | None], Any]
 """(part, training length, extension factor) → the value of an open parameter, or None."""
 
