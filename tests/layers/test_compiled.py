@@ -1,7 +1,6 @@
 """`torch.compile` and `torch.export` see one graph, with the same results for texts of any length.
 
-The buffer of residual scores runs between graphs where it is asked for by name. In processes of
-their own: the run-time type checks of the tests cannot be traced.
+In processes of their own: the run-time type checks of the tests cannot be traced.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def with_lse(q, k, v):
 
 def two_layers(q, k, v):
     for below in residual_layers(realformer.spec, 2):
-        q = attention(q, k, v, realformer, residual=below, backend="residual")
+        q = attention(q, k, v, realformer, residual=below)
     return q
 
 def loss(h, w):
@@ -80,7 +79,7 @@ def check(text, how):
     if how == "log-sum-exp":
         return worst(with_lse, [inputs(7)])
     if how == "residual":
-        return worst(two_layers, [inputs(7)], whole=False, backend="eager")
+        return worst(two_layers, [inputs(7)], backend="eager")
     if how == "cross-entropy":
         return worst(loss, [(inputs(9)[0], torch.randn(9, 8, requires_grad=True))])
     if how in ("bfloat16", "float16"):

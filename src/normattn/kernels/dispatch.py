@@ -209,8 +209,6 @@ def _preferred_residual(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     assert inputs.residual_scores is not None
     if inputs.residual_scores.kernel is not None:
         yield inputs.residual_scores.kernel, "the layers below were summed by it"
-    if torch.compiler.is_compiling():
-        yield "concatenated", "a compiler takes no buffer that is undone in the backward"
     if inputs.q.device.type != "cpu":
         yield "concatenated", "one product of the features of all layers suits a GPU"
     yield "residual", "one buffer for all layers, and no more products than without a residual"

@@ -196,14 +196,6 @@ def residual_attention(
     `recorder` collects statistics without changing the result. Raises `InputError` if the layers
     below have another shape or see other pairs, in a recomputation and in a second backward.
     """
-    # `disable` loads the compiler, which takes longer than torch itself.
-    if torch.compiler.is_compiling():
-        out: Tensor = torch.compiler.disable(_attend)(inputs, recorder)  # type: ignore[no-untyped-call]
-        return out
-    return _attend(inputs, recorder)
-
-
-def _attend(inputs: AttentionInputs, recorder: Recorder | None) -> Tensor:
     state = inputs.residual_scores
     assert state is not None
     state.start_layer("residual", inputs)

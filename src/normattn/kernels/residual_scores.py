@@ -56,6 +56,8 @@ class ResidualScores:
 
     def why_not(self, kernel: str) -> str | None:
         """Why a kernel cannot continue the sum of the layers below; None if it can."""
+        if kernel == "residual" and torch.compiler.is_compiling():
+            return "a compiler takes no buffer that is undone in the backward"
         if self.kernel is None or (self.kernel == "residual") == (kernel == "residual"):
             return None
         return f"the layers below were summed by the {self.kernel} kernel, which serves all layers"
