@@ -119,7 +119,6 @@ CASES = [
     ("source padding", "placed.remember(x, padding[:, 1:], at)", "padding must be boolean"),
     ("rows", "placed(torch.zeros(3, 5, 8), memory, positions=at)", "3 rows cannot be shared"),
     ("residual across", "cross(score='KNA-RealFormer')(x, memory)", "residual="),
-    ("another score", "cross(score='KNA')(x, memory, positions=at)", "encode the source again"),
 ]
 PROGRAM = """
 import json, sys, torch

@@ -34,7 +34,7 @@ from normattn.score.spec import as_spec
 class Memory(NamedTuple):
     """Keys and values of a source, for the queries of one layer.
 
-    `keys` are normalised and rotated by the score `spec`; `raw` keys are only projected.
+    `keys` are normalised and rotated by the layer's score; `raw` keys are only projected.
     `positions` are None where the score has none.
     """
 
@@ -43,7 +43,6 @@ class Memory(NamedTuple):
     values: Float[Tensor, "b g s d"]
     padding: Bool[Tensor, "b s"] | None
     positions: Int[Tensor, "*bk s"] | None
-    spec: ScoreSpec
 
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or be left out."""
@@ -104,11 +103,10 @@ class CrossAttention(nn.Module):
         check_tensor("padding", padding, "boolean", tuple(source.shape[:2]))
         kv = self.kv(source).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         k, v = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-        spec = self.score.spec
-        positions = _checked_positions(positions, spec, *source.shape[:2])
+        positions = _checked_positions(positions, self.score.spec, *source.shape[:2])
         counted = torch.arange(k.shape[2], device=k.device) if positions is None else positions
         keys = self.score.cache_keys(k, counted, padding=padding)
-        return Memory(keys, k, v, padding, positions, spec)
+        return Memory(keys, k, v, padding, positions)
 
     def forward(
         self,
@@ -134,11 +132,6 @@ class CrossAttention(nn.Module):
         check_residual(spec, residual)
         if sources == 0 or rows % sources:
             raise InputError(f"{rows} rows cannot be shared evenly by {sources} sources")
-        if memory.spec != spec:
-            raise InputError(
-                f"this memory holds keys of {memory.spec}, which {spec} cannot use: encode the "
-                "source again after switching methods"
-            )
         check_tensor("query_padding", query_padding, "boolean", tuple(x.shape[:2]))
         if query_padding is not None:
             query_padding = query_padding.reshape(sources, -1)
