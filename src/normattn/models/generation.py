@@ -190,10 +190,12 @@ def row_generators(seed: int | Sequence[int], rows: int) -> list[torch.Generator
             seeds = [operator.index(row_seed) for row_seed in seed]
         else:
             seeds = [operator.index(seed) + row for row in range(rows)]
-    except TypeError as error:
-        raise InputError(f"seed is a whole number, or one for each prompt, not {seed!r}") from error
+    except TypeError:
+        seeds = []
     if len(seeds) != rows or any(not 0 <= row_seed < 1 << 63 for row_seed in seeds):
-        raise InputError(f"seed must be from 0 to 2^63 − 1, or {rows} such numbers, not {seed!r}")
+        raise InputError(
+            f"seed must be a whole number from 0 to 2^63 − 1, or {rows} of them, not {seed!r}"
+        )
     return [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
 
 
