@@ -1,6 +1,6 @@
 """softmax(score) · value for plain tensors: a readable reference and fast paths that equal it."""
 
-from normattn.kernels.cross_entropy import linear_cross_entropy, token_scores
+from normattn.kernels.cross_entropy import TokenScores, linear_cross_entropy, token_scores
 from normattn.kernels.dispatch import (
     BACKENDS,
     TABLE,
@@ -17,6 +17,7 @@ __all__ = [
     "TABLE",
     "AttentionInputs",
     "AttentionMask",
+    "TokenScores",
     "attend",
     "choose",
     "linear_cross_entropy",
