@@ -191,7 +191,7 @@ def check_order(spec: ScoreSpec, positions: Positions, documents: Tensor | None)
     back = back if documents is None else back & (documents.diff(dim=-1) == 0)
     if bool(back.any()) or not bool((query == key[..., -query.shape[-1] :]).all()):
         raise InputError(
-            f"{spec.name} passes state from token to token: positions must not decrease, and "
+            f"{spec.name} needs tokens in their order: positions must not decrease, and "
             "q_positions must be those of the last keys"
         )
 
