@@ -111,6 +111,8 @@ class DyT(nn.Module):
 class Derf(DyT):
     """y = gain ⊙ erf(α·x + s) + bias: `DyT` with a learned s from 0. Source: arXiv 2512.10938."""
 
+    shift: nn.Parameter
+
     def __init__(self, dim: int, *, gain: bool = True) -> None:
         super().__init__(dim, gain=gain)
         self.shift = nn.Parameter(torch.zeros(()))

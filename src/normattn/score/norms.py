@@ -326,9 +326,9 @@ def _rms_norm_grads(
     gain = gain.to(inverse.dtype)
     if x.numel() > max(CHUNK_BYTES // 4, x.shape[-1]) and x.is_contiguous():
         grad_x, grad_gain = torch.empty_like(x), torch.zeros_like(gain)
-        rows = max(1, CHUNK_BYTES // (4 * x.shape[-1]))
-        tensors = (y.reshape(-1, y.shape[-1]).split(rows) for y in (x, grad, inverse, grad_x))
-        for x_chunk, *chunks, grad_x_chunk in zip(*tensors, strict=True):
+        count = max(1, CHUNK_BYTES // (4 * x.shape[-1]))
+        parts = (torch.split(y.flatten(0, -2), count) for y in (x, grad, inverse, grad_x))
+        for x_chunk, *chunks, grad_x_chunk in zip(*parts, strict=True):
             chunk_grad_x, chunk_grad_gain = _rms_norm_grads(x_chunk, gain, *chunks)
             grad_x_chunk.copy_(chunk_grad_x)
             grad_gain += 0 if chunk_grad_gain is None else chunk_grad_gain
