@@ -121,5 +121,3 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept() < before / 4
     set_activation_checkpointing(model, on=False)
     assert kept() == before
-    with pytest.raises(InputError, match="Linear"):
-        set_activation_checkpointing(nn.Linear(2, 2))

@@ -174,6 +174,8 @@ def _check_cached(spec: ScoreSpec, q: Tensor, k: Tensor, args: AttentionArgument
             "a cache is for causal attention: with causal=False it needs attn_mask=…, from the "
             "new tokens to all tokens, and takes no documents"
         )
+    if spec.needs_causal:
+        raise InputError(f"{spec.name} is defined for causal attention only")
     if spec.leaks_future:
         raise InputError(
             f"{spec.name} uses statistics across the sequence, which later tokens would change: "
