@@ -17,7 +17,7 @@ from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.diagnostics.inspection import by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
-from normattn.lab.studies.methods import explain_unsupported, inference_time_methods
+from normattn.lab.studies.methods import candidates, supported_methods
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
 from normattn.models.pretrained import load_model
@@ -143,10 +143,10 @@ def test_every_method(command: Command, run: Path) -> None:
     arguments = ("--protocols", "by-position", "--multiples", "1,4", "--max-windows", 1)
     said = command.done("evaluate", run, *arguments, "--methods", "all,YaRN(factor=2)")
     spec = ScoreSpec.parse("KNA", train_length=8)
-    methods = inference_time_methods(spec, 4.0)
+    methods, sentences = supported_methods(spec, candidates(), 4.0)
     assert "ReRoPE-logn+" in methods
     assert len(records(run)) == 1 + len(methods) + 1
-    for sentence in explain_unsupported(spec, 4.0):
+    for sentence in sentences:
         assert sentence in said.out
 
 

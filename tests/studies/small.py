@@ -105,15 +105,13 @@ CONTINUED: dict[str, Any] = {
     "continued.warmup_steps": 1,
 }
 CHANGES: dict[str, dict[str, Any]] = {
-    "window": {**FEW, "window.shares": [0.5, 1.0]},
+    "window": FEW,
     "continue": {**CONTINUED, "continued.read": [1, 4, 8]},
     "retrofit": CONTINUED,
     "mechanism": {
         "training.steps": 5,
         "training.checkpoint_seconds": 0,
         "mechanism.max_windows": 4,
-        "mechanism.max_tokens": 64,
-        "mechanism.multiple": 4,
     },
     "realformer": {
         "sizes.small.rows": [

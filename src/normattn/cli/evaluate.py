@@ -20,7 +20,7 @@ from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
 from normattn.lab.studies.language import evaluate_finished_run, set_lengths, standalone_store
-from normattn.lab.studies.methods import ALL, explain_unsupported, inference_time_methods
+from normattn.lab.studies.methods import ALL, candidates, supported_methods
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
 from normattn.lab.sweep.paths import belongs_to_study
 from normattn.lab.sweep.run import EVALUATIONS
@@ -55,9 +55,11 @@ def evaluate_run(args: options.Evaluate) -> None:
     score = config.model.score.resolve(train_length=train_length)
     methods = list(args.methods)
     if ALL in methods:
-        supported = (UNMODIFIED, *inference_time_methods(score, settings.factor))
+        supported, sentences = supported_methods(
+            score, (UNMODIFIED, *candidates()), settings.factor
+        )
         methods[methods.index(ALL) : methods.index(ALL) + 1] = supported
-        for sentence in explain_unsupported(score, settings.factor):
+        for sentence in sentences:
             print_line(sentence)
     methods = list(dict.fromkeys("" if is_unmodified(name) else name for name in methods))
     for method in methods:

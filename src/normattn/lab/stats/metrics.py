@@ -185,10 +185,6 @@ class Metric:
         """The metric over some bins of its axis, such as positions or layers."""
         return self._with(lambda term: replace(term, bins=bins))
 
-    def titled(self, title: str) -> Metric:
-        """The metric with another title."""
-        return replace(self, title=title)
-
     def __add__(self, other: Metric) -> Metric:
         return replace(self, parts=(*self.terms, *other.terms))
 

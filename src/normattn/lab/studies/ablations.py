@@ -35,13 +35,12 @@ from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.models.config import without_foreign
-from normattn.settings import Settings
 
 # factors: changes of the setting
 
 SCORES = ("Baseline", "KNA")
 CHANGED = "factor.change"
-AS_PRESET, ENGLISH = "preset", "english"
+AS_PRESET = "preset"
 # At any head dimension, half of the pairs of a RoPE with base 130 complete a turn within 64 tokens,
 # as in the source's setting (512 tokens). With base 10,000, a quarter do.
 TURNING = "RoPE(base=130)"
@@ -118,20 +117,7 @@ CHANGES: Mapping[str, Change] = {
     "mha": Change("multi-head attention and SwiGLU", {"model.block": "mha", HEADS: 4}),
     "layers-6": Change("6 layers", {"model.layers": 6}),
     "layers-12": Change("12 layers", {"model.layers": 12}),
-    ENGLISH: Change("English text"),
 }
-
-
-class FactorsSettings(Settings):
-    """Settings of `reproduce factors`: the corpus for the row of English text, if any."""
-
-    english: str = ""
-
-
-class FactorsPreset(Preset):
-    """A shared preset with the settings of this study."""
-
-    factors: FactorsSettings = FactorsSettings()
 
 
 def _split(change: str) -> list[Change]:
@@ -142,15 +128,11 @@ def _split(change: str) -> list[Change]:
     return [CHANGES[name] for name in change.split("+")]
 
 
-def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRun]:
-    """The runs of both scores under a change; raises `InputError` for English without a corpus."""
+def _change_runs(setting: TextSetting, change: str) -> list[TextRun]:
+    """The runs of both scores under a change."""
     changes, training = _split(change), dict(setting.training)
     for single in changes:
         training = single.applied(training)
-    if ENGLISH in change.split("+"):
-        if not english:
-            raise InputError("no corpus of English text is given (--set factors.english=FOLDER)")
-        training = merged(training, {"data.corpus": english})
     positions = dict.fromkeys(single.position for single in changes if single.position)
     rotary = "".join(f"-{position}" for position in positions)
     return [
@@ -168,13 +150,11 @@ def _change_runs(setting: TextSetting, english: str, change: str) -> list[TextRu
 def resolve_factors(request: Request) -> Sweep:
     """The sweep of *factors*: a run for each change, score and seed; `--variants` chooses changes.
 
-    Raises `InputError` for an unknown change and for settings that a change makes impossible. The
-    row of English text needs `--set factors.english=CORPUS`.
+    Raises `InputError` for an unknown change and for settings that a change makes impossible.
     """
-    preset = load_preset(request, "factors", FactorsPreset)
-    english = preset.factors.english
+    preset = load_preset(request, "factors", Preset)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
-    runs_of = partial(_change_runs, setting, english)
+    runs_of = partial(_change_runs, setting)
     unchanged = [run.training_config for run in runs_of(AS_PRESET)]
     changes, skipped = [], []
     for change in dict.fromkeys(request.variants or CHANGES):
@@ -188,7 +168,7 @@ def resolve_factors(request: Request) -> Sweep:
                 raise
             skipped.append(f"{change} is left out: {error}")
     runs = [run for change in changes for run in runs_of(change)]
-    return setting.sweep(request, "factors", runs, skipped, english=english)
+    return setting.sweep(request, "factors", runs, skipped)
 
 
 def _change_rows(view: View) -> list[Row]:
@@ -296,10 +276,7 @@ FACTORS = Study(
     figures=_change_figures,
     collect=partial(collect_measurements, factors=("change", "row")),
     variants_help="Changes, separated by commas; join several with +. [default: each by itself]",
-    examples=(
-        ("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),
-        ("--set factors.english=books/", "also train on English text"),
-    ),
+    examples=(("--seeds 3 --variants preset,gau+no-tiling+deepnorm", "several changes together"),),
 )
 
 # questions: changes of the score

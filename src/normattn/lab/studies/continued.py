@@ -66,13 +66,12 @@ class ContinueSettings(Settings):
     The learning rate rises to `lr` over `warmup_steps`, then follows the preset's schedule to the
     last of `steps`. The models after the steps in `keep` and after the last one are evaluated.
 
-    For *continue* only: training is at `multiple` training lengths, and models are evaluated at the
-    lengths in `read`, in units of L. `batch_size` None keeps the number of tokens per step.
+    For *continue* only: training is at `multiple` training lengths, with as many tokens per step,
+    and models are evaluated at the lengths in `read`, in units of L.
     """
 
     multiple: int = Field(default=4, ge=2)
     steps: int = Field(default=200, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)
     warmup_steps: int = Field(default=20, ge=0)
     lr: float = Field(default=1e-3, gt=0)
     keep: tuple[int, ...] = (25, 50, 100, 200)
@@ -116,11 +115,6 @@ class ContinuedRun(Run):
     continued: ContinueSettings
     branches: dict[str, dict[str, Any]]
     every_length: bool
-
-    @property
-    def table_rows(self) -> int:
-        """A row for each branch."""
-        return len(self.branches)
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Train the score, then train and evaluate each branch."""
@@ -235,20 +229,21 @@ def _panel_by_step(
 
 def resolve(request: Request) -> Sweep:
     """The sweep of *continue*; raises `InputError` as `keynorm.resolve` does."""
-    instead = {"multiples": "continued.read", "protocols": "the protocols of its question"}
-    preset = load_preset(request, "continue", ContinuedPreset, instead)
+    unused = ("evaluation.multiples", "evaluation.protocols")
+    preset = load_preset(request, "continue", ContinuedPreset, unused)
     continued = preset.continued
     overrides = {"multiples": continued.read, "protocols": ("train_length", "non_repeated")}
     setting = language.TextSetting.of(preset, overrides)
-    trained_batch, multiple = setting.training["batch_size"], continued.multiple
-    if continued.batch_size is None and trained_batch % multiple:
+    batch, multiple = setting.training["batch_size"], continued.multiple
+    if batch % multiple:
         raise InputError(
-            f"a batch of {trained_batch} sequences is not a whole number of sequences {multiple} "
-            "times as long; give continued.batch_size"
+            f"a batch of {batch} sequences is not a whole number of sequences {multiple} times as "
+            f"long; set training.batch_size to a multiple of {multiple}"
         )
-    batch_size = continued.batch_size or trained_batch // multiple
-    continued = continued.model_copy(update={"batch_size": batch_size})
-    longer = {"batch_size": batch_size, "continued.length": setting.train_length * multiple}
+    longer = {
+        "batch_size": batch // multiple,
+        "continued.length": setting.train_length * multiple,
+    }
     base = ScoreSpec.parse(BASE, train_length=setting.train_length)
     remedies = [base.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
     branches = {
@@ -377,13 +372,8 @@ def resolve_retrofit(request: Request) -> Sweep:
 
     Raises `InputError` for an unknown score and for one that cannot load Baseline's weights.
     """
-    instead = {
-        "protocols": "the protocols of its question",
-        "continued.multiple": "the training length",
-        "continued.batch_size": "training.batch_size",
-        "continued.read": "evaluation.multiples",
-    }
-    preset = load_preset(request, "retrofit", ContinuedPreset, instead)
+    unused = ("evaluation.protocols", "continued.multiple", "continued.read")
+    preset = load_preset(request, "retrofit", ContinuedPreset, unused)
     overrides = {"multiples": preset.evaluation.ends, "protocols": ("train_length", "last_segment")}
     branches: dict[str, dict[str, Any]] = {
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}

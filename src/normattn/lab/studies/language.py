@@ -105,7 +105,6 @@ class TextSetting:
             return lines
 
         seeds = request.seeds_or(self.preset.seeds)
-        longest = self.train_length * max(self.evaluation.multiples)
         shared = {"training": self.training, "evaluation": self.evaluation, **settings}
         return Sweep.of(
             request,
@@ -113,7 +112,6 @@ class TextSetting:
             SweepConfig.of(self.preset.name, **shared),
             [run.model_copy(update={"seed": seed}) for seed in seeds for run in runs],
             describe=describe,
-            facts=(("trained at, tested up to", f"{self.train_length}, {longest}"),),
             skipped=tuple(dict.fromkeys(skipped)),
         )
 
@@ -129,11 +127,6 @@ class TextRun(Run):
     evaluation: EvaluationSettings
     methods: tuple[str, ...] = (UNMODIFIED,)
 
-    @property
-    def table_rows(self) -> int:
-        """A row for each method."""
-        return len(self.methods)
-
     def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
         """Evaluate the model with each method, by the protocols of `evaluation`."""
         settings, factors = self.evaluation, self.factors
@@ -142,7 +135,7 @@ class TextRun(Run):
         store = MeasurementStore(folder / EVALUATIONS)
         task = ModelEvaluation(folder / MODEL, config.model, store, markers, factors, self.row)
         windows = settings.max_windows * len(methods)
-        cost = partial(evaluation_cost, config, forward_lengths(settings), windows)
+        cost = partial(evaluation_cost, config, set_lengths(settings), windows)
         return evaluation_stage(config, settings, evaluation_sets, cost, lambda: [task])
 
 
@@ -315,16 +308,3 @@ def evaluation_sets(
 def set_lengths(settings: EvaluationSettings) -> list[int]:
     """The length of each evaluation set in units of L, without making them."""
     return [n for protocol in settings.protocols for n in _multiples(protocol, settings)]
-
-
-def forward_lengths(settings: EvaluationSettings) -> list[int]:
-    """The lengths of a method's forward passes in units of L, an upper bound.
-
-    The longest held-out text, the longest text with the same final tokens and the text by position
-    are the same windows, so they are computed once (`CachedScorer`).
-    """
-    lengths, longest = set_lengths(settings), settings.multiples[-1]
-    shared = {"non_repeated", "last_segment", "by_position"}.intersection(settings.protocols)
-    for _ in range(len(shared) - 1 if longest > 1 else 0):
-        lengths.remove(longest)
-    return lengths

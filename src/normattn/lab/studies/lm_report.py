@@ -47,7 +47,7 @@ COPIED = Metric("accuracy_by_distance").at(protocol="repeated")
 """The same tokens as *seen*, by the distance of the answer."""
 AT_L = ACCURACY.at(TRAINED)
 LAST = ACCURACY.at(protocol="last_segment")
-CHANGE = (LAST.at(LONGEST) - LAST.at(SHORTEST)).titled("change")
+CHANGE = LAST.at(LONGEST) - LAST.at(SHORTEST)
 """Accuracy on the same final tokens after the longest context minus after the shortest."""
 UNMODIFIED_CHANGE = CHANGE.at(method="")
 _LAST_LOSS = LOSS.at(protocol="last_segment", method="")
@@ -240,8 +240,6 @@ EQUAL, COPIES = 1.0, 10.0
 """Points at L within which two scores are equally good, and points by which accuracy on repeated
 text must exceed that on held-out text for copying to be learned. Both were set in
 development/log.md before the preset `workstation` was trained."""
-LEAST_STEPS = 100
-"""Models of fewer optimiser steps have learned nothing that could be lost on longer text."""
 
 
 def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
@@ -249,11 +247,8 @@ def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
 
     A difference on longer text shows extrapolation only between models that are equally good at L,
     and a model that ignores distant context has little to lose. `rows` are checked for copying
-    (default: the source's scores, as others are controls that differ by design). There are no
-    sentences for models of fewer than `LEAST_STEPS` steps.
+    (default: the source's scores, as others are controls that differ by design).
     """
-    if max(view.values("sum", {"statistic": "steps"}), default=LEAST_STEPS) < LEAST_STEPS:
-        return []
     trained = ranked(view.values("row", TRAINED), VARIANT_ORDER)
     source = [row for row in trained if row in VARIANT_ORDER]
     compared = source if len(source) > 1 else trained

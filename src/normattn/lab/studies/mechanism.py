@@ -57,17 +57,18 @@ VARIANTS = (
     *("Baseline", "KNA", "KNA-NoPE"),
     *("QKLayerNorm", "QKLayerNorm(gain=false)", "QKRMSNorm", "QKRMSNorm(gain=false)"),
 )
+UNUSED = tuple(f"evaluation.{n}" for n in ("protocols", "max_windows", "max_tokens", "precision"))
+MAX_TOKENS = 4096
+"""Tokens in a batch; affects memory, never a result."""
 WEIGHT = 11
 """The cost of measuring a text, in forward passes (found: 7 to 12). Texts are read three times, and
 scores are computed twice more, in blocks and in float64."""
 
 
 class MechanismSettings(Settings):
-    """Settings of `reproduce mechanism`: `max_windows` texts at L and at `multiple` times L."""
+    """Settings of `reproduce mechanism`: the largest number of texts."""
 
-    multiple: int = Field(default=8, ge=2)
     max_windows: int = Field(default=64, ge=1)
-    max_tokens: int = Field(default=4096, ge=1)
 
 
 class MechanismPreset(Preset):
@@ -88,7 +89,7 @@ class MechanismRun(MeasuredRun):
     def cost(self, config: TrainingConfig) -> Cost:
         """The cost of measuring all texts."""
         windows = WEIGHT * self.mechanism.max_windows
-        return evaluation_cost(config, (self.mechanism.multiple,), windows)
+        return evaluation_cost(config, self.evaluation.multiples[-1:], windows)
 
     def measure(
         self, folder: Path, config: TrainingConfig, data: TokenData, progress: Progress
@@ -100,17 +101,17 @@ class MechanismRun(MeasuredRun):
             self.texts(data, config.model.train_length),
             seed=config.seed,
             weights=weights_digest(model),
-            tokens_per_batch=self.mechanism.max_tokens,
+            tokens_per_batch=MAX_TOKENS,
             progress=lambda done, total: progress(done, total, ""),
         )
 
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
-        """Held-out text of `multiple` training lengths."""
+        """Held-out text of the longest tested length."""
         return natural_set(
             "non_repeated",
             data.split(self.evaluation.split),
             length,
-            self.mechanism.multiple,
+            self.evaluation.multiples[-1],
             max_windows=self.mechanism.max_windows,
             seed=self.evaluation.seed,
         )
@@ -118,22 +119,14 @@ class MechanismRun(MeasuredRun):
 
 def resolve(request: Request) -> Sweep:
     """The sweep of a request; raises `InputError` as `keynorm.resolve` does."""
-    instead = {
-        "multiples": "mechanism.multiple",
-        "protocols": "the protocols of its question",
-        "max_windows": "mechanism.max_windows",
-        "max_tokens": "mechanism.max_tokens",
-        "precision": "fp32",
-    }
-    preset = load_preset(request, KIND, MechanismPreset, instead)
-    mechanism = preset.mechanism
-    setting = TextSetting.of(preset, {"multiples": (1, mechanism.multiple)})
+    preset = load_preset(request, KIND, MechanismPreset, UNUSED)
+    setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
     runs = [
         MechanismRun(
             variant=variant,
             training=setting.training_of(variant),
             evaluation=setting.evaluation,
-            mechanism=mechanism,
+            mechanism=preset.mechanism,
         )
         for variant in canonical_scores(request.variants or VARIANTS, setting)
     ]
@@ -142,7 +135,7 @@ def resolve(request: Request) -> Sweep:
         KIND,
         runs,
         sets=lambda data, length, _: [runs[0].texts(data, length)],
-        mechanism=mechanism,
+        mechanism=preset.mechanism,
     )
 
 
@@ -450,5 +443,5 @@ STUDY = Study(
     figures=figures,
     variants_help="Trained scores, separated by commas. [default: Baseline, KNA, KNA-NoPE, and "
     "QKLayerNorm and QKRMSNorm with and without gain]",
-    examples=(("--set mechanism.multiple=16 --plan", "the cost of evaluating at 16 L"),),
+    examples=(('--set "evaluation.multiples=[1,16]" --plan', "the cost of evaluating at 16 L"),),
 )

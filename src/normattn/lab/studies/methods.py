@@ -57,9 +57,8 @@ def applicable_methods(
     applicable, skipped = {}, []
     for variant, requested in methods.items():
         spec = ScoreSpec.parse(variant, train_length=setting.train_length)
-        reasons = _unsupported(spec, requested, setting.evaluation.factor)
-        applicable[variant] = tuple(method for method in requested if method not in reasons)
-        skipped += _sentences(spec, reasons)
+        applicable[variant], why = supported_methods(spec, requested, setting.evaluation.factor)
+        skipped += why
     return applicable, skipped
 
 
@@ -69,45 +68,28 @@ def candidates() -> tuple[str, ...]:
     return (*alone, *(f"{name}-logn+" for name in WITH_LOGN if name in alone))
 
 
-def inference_time_methods(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """The `candidates` that `spec` supports, as texts for `with_method`.
+def supported_methods(
+    spec: ScoreSpec, methods: Sequence[str], factor: float
+) -> tuple[tuple[str, ...], list[str]]:
+    """The methods that `spec` supports, and a sentence for each reason against the others.
 
     `factor` is the stretch factor, which decides whether parameters are in range.
     """
-    unsupported = _unsupported(spec, candidates(), factor)
-    return tuple(method for method in candidates() if method not in unsupported)
-
-
-def explain_unsupported(spec: ScoreSpec, factor: float = 8.0) -> tuple[str, ...]:
-    """Sentences on which inference-time methods `spec` does not support, one for each reason."""
-    return tuple(_sentences(spec, _unsupported(spec, candidates(), factor)))
-
-
-def _unsupported(spec: ScoreSpec, methods: Sequence[str], factor: float) -> dict[str, str]:
-    """The methods that `spec` does not support, each with its reason."""
-    reasons = {}
-    for method in methods:
+    supported: list[str] = []
+    reasons: dict[str, list[str]] = {}
+    for name in methods:
         try:
-            spec.with_method("" if method == UNMODIFIED else method).resolve(factor=factor)
+            spec.with_method("" if name == UNMODIFIED else name).resolve(factor=factor)
+            supported.append(name)
         except InputError as error:
-            reasons[method] = str(error)
-    return reasons
-
-
-def _sentences(spec: ScoreSpec, unsupported: Mapping[str, str]) -> list[str]:
-    """A sentence for each reason, with all methods that it applies to."""
-    groups: dict[str, list[str]] = {}
-    for name, error in unsupported.items():
-        rotary = any(
-            part.needs_rotary for part in ScoreSpec.parse("Baseline").with_method(name).parts
-        )
-        statement, _, reason = error.partition(": ")
-        generic = " cannot be combined with " in statement
-        why = reason if generic or statement.endswith(" is not possible") else error
-        if rotary and not spec.position.rotary:
-            why = "it has no rotary positions"
-        groups.setdefault(why, []).append(name)
-    return [
+            # Without the names of both, so that methods with one reason share a sentence.
+            statement, _, reason = str(error).partition(": ")
+            why = reason if "cannot be combined" in statement else str(error)
+            method = ScoreSpec.parse("Baseline").with_method(name)
+            if not spec.position.rotary and any(part.needs_rotary for part in method.parts):
+                why = "it has no rotary positions"
+            reasons.setdefault(why, []).append(name)
+    return tuple(supported), [
         f"{spec.name} is not evaluated with {', '.join(names)}: {why}"
-        for why, names in groups.items()
+        for why, names in reasons.items()
     ]

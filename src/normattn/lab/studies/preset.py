@@ -1,7 +1,7 @@
 """Presets: complete settings of a study, one TOML file each, from the package or the user.
 
 The studies of language models share their presets; each other study has its own folder. A study
-ignores the groups of a shared file that belong to other studies (`[window]` …).
+ignores the groups of a shared file that belong to other studies (`[reading]` …).
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ Protocol = Literal[
     "by_position",
     "retrieval",
 ]
-MOST_MULTIPLES = 1 << 20
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 """The default protocols, which the table's columns show."""
-GROUPS = ("window", "continued", "mechanism", "reading", "factors")
+GROUPS = ("continued", "mechanism", "reading")
 """Groups of settings that only one study of language models uses."""
 AnyPreset = TypeVar("AnyPreset", bound="StudyPreset")
 Positive = Annotated[float, Field(gt=0)]
@@ -77,8 +76,6 @@ class EvaluationSettings(Settings):
     def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or list(value) != sorted(set(value)) or value[0] < 1:
             raise ValueError(f"multiples must rise and start at 1 or above, got {list(value)}")
-        if value[-1] > MOST_MULTIPLES:
-            raise ValueError(f"multiples are at most {MOST_MULTIPLES:,}, got {value[-1]:,}")
         return value
 
     @field_validator("protocols")
@@ -172,19 +169,13 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
     from that preset. Raises `InputError` for an unknown name (with the nearest), an unreadable
     file, and a base that leads back to the file.
     """
-    layers, visited, folder, base = list[dict[str, Any]](), list[str](), Path(), name
+    layers, visited, base = list[dict[str, Any]](), list[str](), name
     while base:
-        try:
-            source, layer = _read_layer(base, study, folder)
-        except InputError as error:
-            if not visited:
-                raise
-            raise InputError(f"the base of {visited[-1]}: {error}") from error
+        folder = Path(visited[-1]).parent if visited else Path()
+        source, layer = _read_layer(base, study, folder)
         if source in visited:
             raise InputError(f"a preset cannot be its own base: {' -> '.join([*visited, source])}")
-        base, folder = layer.pop("base", ""), Path(source).parent
-        if not isinstance(base, str):
-            raise InputError(f"base in {source} must be a preset or a path, got {base!r}")
+        base = str(layer.pop("base", ""))
         layers.append(layer)
         visited.append(source)
     settings: dict[str, Any] = {}
@@ -223,21 +214,18 @@ def load_preset(
     request: Request,
     study: str,
     kind: type[AnyPreset],
-    instead: Mapping[str, str] | None = None,
+    unused: Collection[str] = (),
 ) -> AnyPreset:
     """Load the preset of a request, with the request's changes, as a `kind`.
 
-    Groups of a shared file that belong to other studies are ignored. `instead` maps settings that
-    this study does not use (without `evaluation.`) to their replacements. Raises `InputError` for a
-    change of a setting that this study does not use.
+    Groups of a shared file that belong to other studies are ignored. Raises `InputError` for a
+    change of a setting in these groups or in `unused`.
     """
     own_folder = study if _folder(study).is_dir() else None
     ignored = {*GROUPS} - {*kind.model_fields}
     for setting in request.changes:
-        if (group := setting.partition(".")[0]) in {"name", *ignored}:
-            raise InputError(f"--set {setting}: reproduce {study} uses no {group} settings")
-        if replacement := (instead or {}).get(setting.removeprefix("evaluation.")):
-            raise InputError(f"--set {setting}: reproduce {study} uses {replacement} instead")
+        if setting in unused or setting.partition(".")[0] in {"name", *ignored}:
+            raise InputError(f"--set {setting}: reproduce {study} does not use that setting")
     name, stored = fields(request.preset, own_folder)
     settings = _apply_changes(stored, request, {*kind.model_fields, *ignored})
     if own_folder is None:

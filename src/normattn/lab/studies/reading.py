@@ -11,11 +11,10 @@ several windows, Baseline also with inference-time logn+.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import polars as pl
 
-from normattn.errors import InputError
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table
@@ -33,7 +32,7 @@ from normattn.lab.studies.methods import (
     canonical_methods,
     canonical_scores,
 )
-from normattn.lab.studies.preset import RISING, Positive, Preset, load_preset
+from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
 from normattn.score.spec import UNMODIFIED
@@ -54,6 +53,9 @@ TASKS = {
 EXACT = Metric("exact", "correct answers", ratio(100.0), "%", 1)
 
 
+UNUSED = ("evaluation.multiples", "evaluation.protocols")
+
+
 class ReadingSettings(Settings):
     """Settings of `reproduce reading`: lengths in units of L, long enough for retrieval."""
 
@@ -68,8 +70,7 @@ class ReadingPreset(Preset):
 
 def resolve(request: Request) -> Sweep:
     """The sweep of *reading*; raises `InputError` as `keynorm.resolve` does."""
-    instead = {"multiples": "reading.multiples", "protocols": "the protocols of its question"}
-    preset = load_preset(request, KIND, ReadingPreset, instead)
+    preset = load_preset(request, KIND, ReadingPreset, UNUSED)
     overrides = {"multiples": preset.reading.multiples, "protocols": SEPARATE_TABLES}
     setting = TextSetting.of(preset, overrides)
     if request.methods in (None, (ALL,)):
@@ -220,19 +221,9 @@ STUDY = Study(
 
 PLAIN, INFERENCE_TIME = "no log-n", "logn+"
 FORMS = (PLAIN, INFERENCE_TIME, "logn")
+SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
+"""ReRoPE's windows, as shares of the training length."""
 DRAWN = ("non_repeated", "repeated", "last_segment")
-
-
-class WindowSettings(Settings):
-    """Settings of `reproduce window`: ReRoPE's windows, as shares of the training length."""
-
-    shares: Annotated[tuple[Positive, ...], RISING] = (0.125, 0.25, 0.5, 0.75, 1.0)
-
-
-class WindowPreset(Preset):
-    """A shared preset with the settings of this study."""
-
-    window: WindowSettings = WindowSettings()
 
 
 def resolve_window(request: Request) -> Sweep:
@@ -241,15 +232,9 @@ def resolve_window(request: Request) -> Sweep:
     Only the longest of the preset's lengths is evaluated. Raises `InputError` as `keynorm.resolve`
     does.
     """
-    preset = load_preset(request, "window", WindowPreset)
-    window = preset.window
+    preset = load_preset(request, "window", Preset)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
-    sizes = [max(1, round(share * setting.train_length)) for share in window.shares]
-    if len(set(sizes)) < len(sizes):
-        raise InputError(
-            f"window.shares give the same window twice at a training length of "
-            f"{setting.train_length}: {sizes}"
-        )
+    sizes = dict.fromkeys(max(1, round(share * setting.train_length)) for share in SHARES)
     methods = [UNMODIFIED, *(f"ReRoPE(window={size})" for size in sizes)]
     by_score = {
         "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
@@ -259,7 +244,7 @@ def resolve_window(request: Request) -> Sweep:
         setting.run(variant, canonical_methods(by_score[variant], setting))
         for variant in canonical_scores([*by_score], setting)
     ]
-    return setting.sweep(request, "window", runs, window=window)
+    return setting.sweep(request, "window", runs)
 
 
 def _windows(view: View) -> dict[tuple[str, int], Where]:
@@ -327,5 +312,4 @@ WINDOW_STUDY = Study(
     tables=(lm.protocol_table(rows=_window_rows, head="log-n"),),
     claims=_window_claims,
     figures=_window_figures,
-    examples=(('--set "window.shares=[0.25,0.5,1,2]"', "other windows"),),
 )

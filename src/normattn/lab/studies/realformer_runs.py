@@ -106,15 +106,14 @@ class SizeSettings(Settings):
 
     training: dict[str, Any]
     rows: tuple[RowName, ...] | None = None
-    # Left out of dumps where empty, so that settings saved before this field stay equal.
-    rates: dict[RowName, Positive] = Field(default_factory=dict, exclude_if=lambda rates: not rates)
+    rates: dict[RowName, Positive] = Field(default_factory=dict)
     seeds: int | None = Field(default=None, ge=1)
 
 
 class GridSettings(Settings):
     """The robustness grid: each of `rows` at every learning rate and dropout, at one `size`.
 
-    Every setting is trained with `warmup_steps` and without warm-up. Without rows there is no grid.
+    Every setting is trained once with `warmup_steps` and once without. No rows: there is no grid.
     """
 
     size: str
@@ -123,7 +122,6 @@ class GridSettings(Settings):
     dropouts: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(min_length=1)
     steps: int = Field(ge=1)
     warmup_steps: int = Field(ge=1)
-    seeds: int = Field(default=1, ge=1)
 
 
 class ScoringSettings(Settings):
@@ -176,11 +174,6 @@ class EncoderRun(MeasuredRun):
     size: str
     evaluation: ScoringSettings
     start: dict[str, Any] | None = None
-
-    @property
-    def table_rows(self) -> int:
-        """One row, or none for a setting of the grid."""
-        return int(self.protocol == "masked")
 
     @property
     def training_config(self) -> MaskedConfig:
@@ -360,7 +353,7 @@ def resolve(request: Request) -> Sweep:
             }
             varied = {"learning_rate": rate, "dropout": dropout, "warmup": warmup}
             add(
-                range(grid.seeds),
+                (0,),
                 variant=f"grid-{name}@rate{rate:g}-dropout{dropout:g}-warmup{warmup}",
                 row=name,
                 size=grid.size,

@@ -74,12 +74,6 @@ WARM_UP = 3
 # Preset and runs
 
 
-class ClassifySettings(Settings):
-    """`max_tokens` is the batch size in tokens; it affects memory, never a result."""
-
-    max_tokens: int = Field(default=16384, ge=1)
-
-
 class TimingSettings(Settings):
     """One step of each norm is timed in each of `rounds`."""
 
@@ -94,7 +88,6 @@ class RMSNormPreset(StudyPreset):
 
     varied: ClassVar[Mapping[str, Any]] = {"model.norm": "layer"}
 
-    evaluation: ClassifySettings = ClassifySettings()
     timing: TimingSettings = TimingSettings()
     seeds: int = Field(default=3, ge=1)
 
@@ -105,7 +98,6 @@ class NormRun(MeasuredRun):
     training_class: ClassVar[type[ClassificationConfig]] = ClassificationConfig
     record = CLASSIFIED
     kind: Literal["rmsnorm"] = "rmsnorm"
-    evaluation: ClassifySettings
 
     def cost(self, config: ClassificationConfig) -> Cost:
         """An estimate, as the data is not loaded yet: documents of a nominal length."""
@@ -121,7 +113,6 @@ class NormRun(MeasuredRun):
             data,
             self.identity(CLASSIFIED),
             precision=config.precision,
-            max_tokens=self.evaluation.max_tokens,
             progress=lambda done, total: progress(done, total, "documents"),
         )
 
@@ -138,11 +129,6 @@ class TimeRun(MeasuredRun):
     kind: Literal["rmsnorm-time"] = "rmsnorm-time"
     norms: tuple[str, ...]
     timing: TimingSettings
-
-    @property
-    def table_rows(self) -> int:
-        """No row of the table."""
-        return 0
 
     def stages(self, paths: RunPaths) -> list[Stage]:
         """Measure; nothing is trained."""
@@ -207,44 +193,30 @@ def resolve(request: Request) -> Sweep:
     Raises `InputError` for impossible settings, an unknown norm, and missing or damaged data.
     """
     preset = load_preset(request, "rmsnorm", RMSNormPreset)
-    norms = _canonical_norms(request.variants or tuple(NORMS))
+    norms = request.variants or tuple(NORMS)
+    for norm in norms:
+        if norm not in NORMS:
+            raise unknown_name("norm", norm, NORMS)
     seeds, training = request.seeds_or(preset.seeds), _shared_training(preset)
     by_norm = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
     runs: list[Run] = [
-        NormRun(variant=norm, seed=seed, training=by_norm[norm], evaluation=preset.evaluation)
-        for seed in seeds
-        for norm in norms
+        NormRun(variant=norm, seed=seed, training=by_norm[norm]) for seed in seeds for norm in norms
     ]
     if len(norms) > 1:
         first = by_norm[norms[0]]
         runs.append(
             TimeRun(variant=TIMED, seed=0, training=first, norms=norms, timing=preset.timing)
         )
-    config = SweepConfig.of(
-        preset.name, training=training, evaluation=preset.evaluation, timing=preset.timing
-    )
+    config = SweepConfig.of(preset.name, training=training, timing=preset.timing)
     return Sweep.of(request, "rmsnorm", config, runs, describe=_describe)
-
-
-def _canonical_norms(names: Sequence[str]) -> tuple[str, ...]:
-    canonical = {name.lower(): name for name in NORMS}
-    for name in names:
-        if name.lower() not in canonical:
-            raise unknown_name("norm", name, NORMS)
-    return tuple(dict.fromkeys(canonical[name.lower()] for name in names))
 
 
 def _shared_training(preset: RMSNormPreset) -> dict[str, Any]:
     """The training settings of both norms, with the data's number of labels."""
-    labels, fields = {}, preset.training
-    if "labels" not in fields.get("model", {}):
-        subject = f"preset {preset.name}, training.data"
-        data = RelationConfig.parse(fields.get("data", {}), subject)
-        count = (
-            data.modules if data.corpus == PYTHON_IMPORTS else len(prepare_relations(data).labels)
-        )
-        labels = {"model.labels": count}
-    return preset.whole_training(ClassificationConfig, labels)
+    subject = f"preset {preset.name}, training.data"
+    data = RelationConfig.parse(preset.training.get("data", {}), subject)
+    count = data.modules if data.corpus == PYTHON_IMPORTS else len(prepare_relations(data).labels)
+    return preset.whole_training(ClassificationConfig, {"model.labels": count})
 
 
 def _describe(run: Run, data: RelationData) -> list[str]:

@@ -13,10 +13,8 @@ from normattn.settings import Settings
 CHANGEABLE = (
     "training.checkpoint_seconds",
     "training.track",
-    "training.tensorboard",  # the former name of `track`
     "training.parallel",
     "evaluation.max_tokens",
-    "mechanism.max_tokens",
     "changed",  # the resulting settings are compared
     "asked",  # it chooses runs, which may be added
 )

@@ -30,11 +30,10 @@ START_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of a sweep: `rows` of its table, and the `flops` that remain."""
+    """The size of a sweep; `flops` are those that remain."""
 
     runs: int
     finished: int
-    rows: int
     parameters: tuple[int, ...]
     trained_tokens: int
     scored_tokens: int
@@ -45,7 +44,6 @@ class Plan:
         """The name and value of each fact to print."""
         done = f", {self.finished} of them trained already" if self.finished else ""
         return [
-            ("configurations", f"{self.rows}"),
             ("training runs", f"{self.runs}{done}"),
             ("parameters of a model", format_range(self.parameters)),
             ("training tokens", f"{self.trained_tokens:,} in all"),
@@ -67,7 +65,6 @@ def make_plan(sweep: Sweep) -> Plan:
     return Plan(
         runs=len(trainings),
         finished=sum(done for *_, done in trainings),
-        rows=sum({run.variant: run.table_rows for run in sweep.runs}.values()),
         parameters=tuple(sorted({cost.parameters for _, cost, _ in trainings})),
         trained_tokens=sum(cost.trained for _, cost, _ in stages),
         scored_tokens=sum(cost.scored for _, cost, _ in stages),
@@ -79,22 +76,17 @@ def make_plan(sweep: Sweep) -> Plan:
 def _costs(sweep: Sweep) -> Iterator[list[tuple[Stage, Cost, bool]]]:
     """The stages of each run, with their cost and whether it is a finished training.
 
-    All seeds of a variant cost the same, so stages are made once per variant. Only runs with
-    results are checked for finished trainings.
+    All seeds of a variant cost the same.
     """
-    by_variant: dict[str, list[tuple[Stage, Cost, bool]]] = {}
+    costs: dict[str, list[Cost]] = {}
     for run in sweep.runs:
-        paths = sweep.paths(run)
-        if run.variant not in by_variant:
-            by_variant[run.variant] = [(stage, stage.cost(), False) for stage in sweep.stages(run)]
-        fresh = by_variant[run.variant]
-        if paths.run.exists() or paths.continued.exists():
-            yield [
-                (stage, cost, stage.trains is not None and stage.is_done())
-                for stage, (_, cost, _) in zip(sweep.stages(run), fresh, strict=True)
-            ]
-        else:
-            yield fresh
+        stages = sweep.stages(run)
+        if run.variant not in costs:
+            costs[run.variant] = [stage.cost() for stage in stages]
+        yield [
+            (stage, cost, stage.trains is not None and stage.is_done())
+            for stage, cost in zip(stages, costs[run.variant], strict=True)
+        ]
 
 
 def time_range(plan: Plan, jobs: int, threads: int) -> str:

@@ -182,11 +182,6 @@ class Run(Settings, ABC):
         data = self.training_config.model_dump(mode="json").get("data")
         return self.kind, canonical_json(data)
 
-    @property
-    def table_rows(self) -> int:
-        """The number of table rows from this run."""
-        return 1
-
     def identity(self, protocol: str, **fields: Any) -> Identity:
         """The identity of a measurement of this run; `fields` are its other fields."""
         row = self.row or self.variant
@@ -273,7 +268,6 @@ class Sweep:
     - `study`: the study's name.
     - `describe(run, data)`: lines that describe the data; called once for each data. Raises
       `InputError` where the data does not suffice.
-    - `facts`: additional lines of the plan.
     - `skipped`: sentences on rows that were left out.
     """
 
@@ -282,7 +276,6 @@ class Sweep:
     runs: tuple[Run, ...]
     out: Path
     describe: Callable[[Any, Any], Sequence[str]] = lambda run, data: ()
-    facts: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
 
     @classmethod

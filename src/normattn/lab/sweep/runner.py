@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from normattn.errors import DivergedError, InputError
-from normattn.io import read_object, write_text
+from normattn.io import read_object
 from normattn.lab.report.tables import EMPTY_CELL
 from normattn.lab.report.terminal import print_line, print_report
 from normattn.lab.report.view import View
@@ -36,9 +36,6 @@ from normattn.terminal import Console, warn
 
 PROGRESS_SECONDS = 0.5
 LOCK_SECONDS = 120.0
-SHOWN_SENTENCES = 12
-"""More sentences than this on left-out rows are only written to a file."""
-LEFT_OUT = "left_out.txt"
 
 
 def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> list[str]:
@@ -58,7 +55,7 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     for run in _one_of_each_data(sweep):
         for line in run.training_config.data.plan_notes():
             print_line(line, console)
-    _print_plan(console, sweep, launcher, at_once, all_sentences=only_plan)
+    _print_plan(console, sweep, launcher, at_once)
     if only_plan:
         return []
     with ExitStack() as stack:
@@ -75,8 +72,6 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         if request.choices not in choices:
             directory.put("asked", [*choices, request.choices])
         _stop_orphans(sweep)
-        if sweep.skipped:
-            write_text(sweep.out / LEFT_OUT, "\n".join(sweep.skipped) + "\n")
         failed = _run_all(study, sweep, launcher, at_once, needs)
         # Print before the report, which is missing where every run failed.
         for sentence in failed:
@@ -118,9 +113,7 @@ def _open(sweep: Sweep) -> RunDirectory:
     return RunDirectory.open(sweep.out, sweep.config, sweep.study, CHANGEABLE)
 
 
-def _print_plan(
-    console: Console, sweep: Sweep, launcher: Launcher, at_once: int, all_sentences: bool
-) -> None:
+def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, at_once: int) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
     table = Table(title=title, show_header=False)
     plan = make_plan(sweep)
@@ -129,16 +122,11 @@ def _print_plan(
     config = sweep.runs[0].training_config
     if isinstance(launcher, Local) and choose_device(config.device).type == "cpu":
         table.add_row("time on CPU cores", time_range(plan, at_once, config.threads))
-    for name, value in sweep.facts:
-        table.add_row(name, value)
     table.add_row("runs under", launcher.describe())
     table.add_row("output", str(sweep.out))
     console.print(table)
-    if all_sentences or len(sweep.skipped) <= SHOWN_SENTENCES:
-        for sentence in sweep.skipped:
-            print_line(sentence, console)
-    else:
-        print_line(f"Some rows are left out; {sweep.out / LEFT_OUT} says why", console)
+    for sentence in sweep.skipped:
+        print_line(sentence, console)
 
 
 def _one_of_each_data(sweep: Sweep) -> list[Run]:
