@@ -34,7 +34,7 @@ from normattn.lab.diagnostics.keys import (
 )
 from normattn.lab.diagnostics.mechanism import READINGS, distance_octaves, measure_mechanism
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, measurements
+from normattn.lab.stats import measurements
 from normattn.lab.studies.mechanism import columns, product_between, rows
 from normattn.models import CausalLM, CausalLMConfig
 
@@ -210,7 +210,7 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
             counts = of("cosine", 64, "b", layer, head)["sum"].to_list()
             assert counts == sum(far)[0, head].tolist()  # type: ignore[index]
 
-    view = View(record, Bootstrap(50))
+    view = View(record)
     shown = rows(view)[0]
     cells = {column.key: column.cell(view, shown) for column in columns(view)}
     assert (cells["correlation"].text == "one norm") == (score == "KNA")
@@ -277,10 +277,7 @@ def test_octaves_of_distance_begin_at_the_training_length(length: int, edges: li
     assert [*kept["bin"].to_list(), kept["bin_end"][-1]] == edges
     assert kept["of"].sum() == 2 * length * (length + 1) / 2  # the pairs of document b's two texts
     # Metrics that are made one after another, as a figure does, each read their own distances.
-    view, at = (
-        View(record, Bootstrap(20)),
-        {"row": "KNA", "protocol": "mechanism", "length": length},
-    )
+    view, at = View(record), {"row": "KNA", "protocol": "mechanism", "length": length}
     for low, high in pairwise(edges):
         part = record.filter(statistic="product", bin=float(low))
         found = view.finite_estimate(product_between(low, high), at)

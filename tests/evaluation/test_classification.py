@@ -19,7 +19,7 @@ from normattn.lab.evaluation.classification import (
     predict,
     tune_threshold,
 )
-from normattn.lab.stats import Bootstrap, Identity, estimate, select_sums, with_identity
+from normattn.lab.stats import Identity, estimate, select_sums, with_identity
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, Metric
 from normattn.models.classifier import Classifier
 from normattn.models.config import ClassifierConfig
@@ -57,7 +57,7 @@ def value(statistic: Metric, found: Predictions, threshold: float) -> float:
     counts = with_identity(who(), document_sums(found, threshold, names))
     sums = select_sums(counts, statistic.name)
     assert sums is not None
-    return estimate(sums, statistic, Bootstrap(resamples=2)).value
+    return estimate(sums, statistic).value
 
 
 def known(measured: pl.DataFrame, name: str) -> float:

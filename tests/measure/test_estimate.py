@@ -16,7 +16,6 @@ from measure.make import counted, identity
 from normattn.errors import InputError
 from normattn.lab.report.view import View, bin_points
 from normattn.lab.stats import (
-    Bootstrap,
     Sums,
     concat,
     contrast,
@@ -30,6 +29,7 @@ from normattn.lab.stats import (
     with_identity,
 )
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
+from normattn.lab.stats.bootstrap import resampled_sums
 from normattn.lab.stats.metrics import Metric, crossing, median
 
 ACCURACY = Metric("accuracy")
@@ -123,11 +123,11 @@ def test_the_bootstrap_takes_bounded_memory_and_changes_no_number(
     units: int, bins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("normattn.lab.stats.bootstrap.DRAWN_AT_ONCE", 1 << 20)
-    drawn = Bootstrap(resamples=400, seed=3)
-    generator = np.random.default_rng([3, 1, units])
+    monkeypatch.setattr("normattn.lab.stats.bootstrap.RESAMPLES", 400)
+    generator = np.random.default_rng([0, 1, units])
     values = np.random.default_rng(0).normal(size=(2, units, bins))
     tracemalloc.start()
-    found = drawn.sums(values)
+    found = resampled_sums(values)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     held = values.nbytes * 2 + found.nbytes
@@ -146,10 +146,9 @@ def test_a_contrast_with_itself_is_nothing_and_changes_sign(a: list[int], b: lis
     count = min(len(a), len(b))
     frame = concat([counted("A", 0, a[:count]), counted("B", 0, b[:count])])
     one, other = of(frame, "A"), of(frame, "B")
-    drawn = Bootstrap(50)
-    assert contrast([(1.0, one), (-1.0, one)], ACCURACY.value, drawn).value == 0
-    there = contrast([(1.0, one), (-1.0, other)], ACCURACY.value, drawn)
-    back = contrast([(1.0, other), (-1.0, one)], ACCURACY.value, drawn)
+    assert contrast([(1.0, one), (-1.0, one)], ACCURACY.value).value == 0
+    there = contrast([(1.0, one), (-1.0, other)], ACCURACY.value)
+    back = contrast([(1.0, other), (-1.0, one)], ACCURACY.value)
     assert there.value == -back.value
     if there.low is not None and back.high is not None:
         assert there.low == pytest.approx(-back.high)
@@ -167,7 +166,7 @@ def test_every_bin_by_itself() -> None:
 def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, rounds: int) -> float:
     """How often the interval of a mean accuracy holds the truth, 50 %."""
     generator = np.random.default_rng(seeds)
-    units, hits, drawn = 49, 0, Bootstrap(200)
+    units, hits = 49, 0
     for _ in range(rounds):
         noise = (
             of_seeds * generator.standard_normal((seeds, 1))
@@ -179,7 +178,7 @@ def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, round
         known = Sums(
             "x", "d", tuple(range(seeds)), names, ((None,) * 4,), above, np.full_like(above, 100.0)
         )
-        found = estimate(known, ACCURACY, drawn)
+        found = estimate(known, ACCURACY)
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 50.0 <= found.high
@@ -193,8 +192,13 @@ def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float, round
     [(0.3, 10.0, 2.0), (1.5, 10.0, 3.0)],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(
-    seeds: int, of_seeds: float, of_units: float, of_both: float
+    seeds: int,
+    of_seeds: float,
+    of_units: float,
+    of_both: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("normattn.lab.stats.bootstrap.RESAMPLES", 200)
     assert 0.93 <= coverage(seeds, of_seeds, of_units, of_both, 800) <= 0.97
 
 

@@ -25,11 +25,10 @@ from normattn.lab.report.tables import (
     markdown_table,
 )
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Estimate, Metric, concat, measurements
+from normattn.lab.stats import Estimate, Metric, concat, measurements
 from undrawn import undraw
 
 ACCURACY = Metric("accuracy")
-SMALL = Bootstrap(200)
 
 
 def made(gap: float, seeds: int = 3, units: int = 40, noise: float = 1.0) -> pl.DataFrame:
@@ -74,7 +73,7 @@ def claim(sign: int = 1, matters: float | None = None, margin: float = 0.0) -> C
     ],
 )
 def test_the_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> None:
-    found = decide([tested], View(measured, SMALL))
+    found = decide([tested], View(measured))
     assert [each.verdict for each in found] == [verdict]
     if verdict == "inconclusive":
         assert found[0].remark
@@ -83,14 +82,14 @@ def test_the_verdicts(measured: pl.DataFrame, tested: Claim, verdict: str) -> No
 def test_claims_of_a_page_are_corrected_together() -> None:
     # Alone the difference passes; among many that do not, it may no longer.
     measured = made(1.0, noise=1.0)
-    alone = decide([claim()], View(measured, SMALL))[0]
+    alone = decide([claim()], View(measured))[0]
     assert alone.p is not None
     assert alone.p <= 0.05
-    many = decide([claim(), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
+    many = decide([claim(), *[claim(sign=-1)] * 30], View(measured))[0]
     assert many.p == pytest.approx(min(1.0, 31 * alone.p))
     assert many.verdict == "not confirmed"
     # Where smaller differences matter than the interval could show, that is too little data.
-    undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured, SMALL))[0]
+    undecided = decide([claim(matters=1e-6), *[claim(sign=-1)] * 30], View(measured))[0]
     assert undecided.verdict == "inconclusive"
     assert undecided.remark.startswith("smallest detectable effect ±")
 
@@ -106,12 +105,12 @@ def test_a_margin_errs_no_more_often_than_it_says() -> None:
             shift = -5.0 + generator.standard_normal() + generator.standard_normal(20)
             rows.append(counted("A", seed, base, np.full(20, 100.0)))
             rows.append(counted("B", seed, base + shift, np.full(20, 100.0)))
-        wrong += decide([claim(margin=5.0)], View(concat(rows), SMALL))[0].verdict == "confirmed"
+        wrong += decide([claim(margin=5.0)], View(concat(rows)))[0].verdict == "confirmed"
     assert wrong <= 6  # 1.5 of 60 expected; more than 6 by chance in 0.1 %
 
 
 def test_claims_that_cannot_be_tested_or_decide_for_themselves() -> None:
-    view = View(made(1.0), SMALL)
+    view = View(made(1.0))
     assert decide([Claim("x", ACCURACY.at(variant="nobody"), "y", "z")], view) == []
     exact = Claim("x", source="y", test=lambda view: Estimate(3.0, p=0.01), sign=1)
     assert decide([exact], view)[0].verdict == "confirmed"
@@ -145,7 +144,7 @@ def curve(view: View) -> Figure:
 
 
 def test_a_table_has_values_differences_and_no_empty_column() -> None:
-    table = PAGE.tables[0].fill(View(made(5.0, noise=0.0), SMALL))
+    table = PAGE.tables[0].fill(View(made(5.0, noise=0.0)))
     assert [column.key for column in table.columns] == ["row", "accuracy", "gap"]
     assert table.cells[0][2] == EMPTY_CELL
     gap = table.cells[1][2].estimate
@@ -155,7 +154,7 @@ def test_a_table_has_values_differences_and_no_empty_column() -> None:
 
 def test_the_page_in_three_forms(tmp_path: Path) -> None:
     measured = made(5.0)
-    page = context(PAGE, measured, {"training.steps": "5"}, "normattn reproduce x", SMALL)
+    page = context(PAGE, measured, {"training.steps": "5"}, "normattn reproduce x")
     text = page_markdown(page)
     assert text.startswith("# A | page\n\nWhich?\n")
     assert "| B " in text
@@ -196,7 +195,7 @@ def test_what_an_earlier_report_left_is_removed(
 ) -> None:
     undraw(monkeypatch)
     measured = made(5.0)
-    page = context(PAGE, measured, bootstrap=SMALL)
+    page = context(PAGE, measured)
     other = replace(page.tables[0], key="other")
     figure = replace(page.figures[0], name="another")
     write_page(replace(page, tables=(*page.tables, other), figures=(figure,)), tmp_path)

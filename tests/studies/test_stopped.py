@@ -18,7 +18,7 @@ from normattn.io import read_object
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.report.output import page_json, page_markdown
 from normattn.lab.report.page import context
-from normattn.lab.stats import Bootstrap, measurements, select
+from normattn.lab.stats import measurements, select
 from normattn.lab.studies import find
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.continued import held_out_sets
@@ -82,7 +82,7 @@ def run_killed(study: Study, sweep: Sweep, every: int, monkeypatch: pytest.Monke
 
 
 def page(study: Study, measured: pl.DataFrame) -> tuple[Tables, str]:
-    made = context(study.page, measured, bootstrap=Bootstrap(resamples=200))
+    made = context(study.page, measured)
     tables: Tables = json.loads(page_json(made))["tables"]
     return tables, page_markdown(made)
 

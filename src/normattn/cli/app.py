@@ -109,12 +109,10 @@ def _cell(
     parent: Annotated[int, typer.Argument()] = 0,
 ) -> None:
     """Run the cell of a sweep in `directory`; stop when the process `parent` has ended."""
-    from normattn.lab.studies import errors_in, find_typed
+    from normattn.lab.studies import find_typed
     from normattn.lab.sweep.runner import run_child
 
-    resolved = find_typed(study)
-    with errors_in(resolved):
-        code = run_child(directory, resolved, parent)
+    code = run_child(directory, find_typed(study), parent)
     if code:
         raise typer.Exit(code)
 

@@ -28,8 +28,6 @@ def exit_code_of(error: BaseException) -> int | None:
     if isinstance(error, _UsageError):
         return _report_usage_error(error)
     if isinstance(error, NormattnError):
-        for note in getattr(error, "__notes__", ()):
-            warn(note)
         print_error(str(error))
         codes = {Interrupted: STOPPED, DivergedError: DIVERGED, InputError: INPUT}
         return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)

@@ -16,7 +16,7 @@ from normattn.io import read_object, write_json
 from normattn.lab.report.terminal import print_report
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import measurements
-from normattn.lab.studies import COMMAND_STUDIES, errors_in, extend, find, find_typed
+from normattn.lab.studies import COMMAND_STUDIES, extend, find, find_typed
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
@@ -52,7 +52,7 @@ def report_folders(options: Report) -> None:
         content = _study_content(folders, out, options.study)
     if content is None:
         content = Content(find_typed(options.study or READING), {}, measured_of_runs(labelled))
-    with errors_in(content.study), _explain_bad_measurements(folders, content.study):
+    with _explain_bad_measurements(folders, content.study):
         written = content.study.report(content.measured, out, dict(content.config))
     for folder in folders:
         _warn_of_unfinished(folder)
@@ -106,9 +106,8 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
         study = find_typed(study_name) if study_name else find(kind)
         if cells and not study_name:
             study = _registered(study_named(cells[0].settings), cells[0].settings)
-        with errors_in(study):
-            _check_records(study, folder)
-            measured = study.measurements(folder)
+        _check_records(study, folder)
+        measured = study.measurements(folder)
     elif kind in COMMAND_STUDIES and not file.is_file():
         raise InputError(
             f"{folder} holds measurements of {kind} without a report: run its command again, "

@@ -103,7 +103,6 @@ def _group() -> None:
 
 def _command(study: Study) -> Any:
     def run(options: ReproduceOptions) -> None:
-        from normattn.lab.studies import errors_in
         from normattn.lab.sweep import clusters, launchers
         from normattn.lab.sweep.run import Request
         from normattn.lab.sweep.runner import reproduce
@@ -121,9 +120,7 @@ def _command(study: Study) -> Any:
             out=options.out,
             changes=changes,
         )
-        with errors_in(study):
-            failed = reproduce(study, request, only_plan=options.plan)
-        if failed:
+        if reproduce(study, request, only_plan=options.plan):
             raise typer.Exit(2)
 
     group = typer.Typer(rich_markup_mode="markdown", add_completion=False)

@@ -25,10 +25,12 @@ from typing import Literal, get_args
 from normattn.errors import InputError
 from normattn.lab.report.tables import FEW_SEEDS, format_estimate
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap, Estimate, Metric, holm
+from normattn.lab.stats import Estimate, Metric, holm
+from normattn.lab.stats.estimate import LEVEL
 
 SEEDS = FEW_SEEDS
 """The fewest trainings on each side for a verdict on a score."""
+ALPHA = 1 - LEVEL
 LEAST_P = 0.001
 """The smallest p that is shown as a number."""
 
@@ -134,7 +136,7 @@ def explain_verdicts(findings: Sequence[Finding]) -> str:
     return (
         f"{count} claim{'s' * (count > 1)}, {tested} of them tested. p is corrected for their "
         "number (Holm). Brackets are uncorrected 95 % intervals. “Confirmed” and “contradicted” "
-        f"need p ≤ {1 - Bootstrap.level:.2f}, and for scores {SEEDS} seeds on both sides. With "
+        f"need p ≤ {ALPHA:.2f}, and for scores {SEEDS} seeds on both sides. With "
         "fewer seeds, or an interval too wide to show what would matter, a claim is "
         "“inconclusive”. A claim of no loss has a margin: “differs (size unclear)” is certainly "
         "not 0, but not certainly within or beyond the margin."
@@ -161,11 +163,10 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     hypotheses = [_hypotheses(claim, estimate) for claim, estimate in measured]
     groups = [number for number, sides in enumerate(hypotheses) for _ in sides]
     adjusted = iter(holm([p for sides in hypotheses for _, p in sides], groups))
-    alpha = 1 - view.bootstrap.level
     findings = []
     for (claim, estimate), sides in zip(measured, hypotheses, strict=True):
         corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
-        p, verdict = _verdict(claim, estimate, corrected, alpha)
+        p, verdict = _verdict(claim, estimate, corrected)
         findings.append(Finding(claim, estimate, p, verdict, tuple(sides)))
     return findings
 
@@ -186,13 +187,13 @@ def _hypotheses(claim: Claim, estimate: Estimate) -> list[tuple[Verdict, float]]
 
 
 def _verdict(
-    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]], alpha: float
+    claim: Claim, estimate: Estimate, sides: Sequence[tuple[Verdict, float]]
 ) -> tuple[float | None, Verdict]:
     """(corrected p, verdict): the first verdict whose opposite is rejected."""
     if not sides:
         return None, "inconclusive"
     for verdict, p in sides:
-        if p <= alpha and (estimate.value or claim.margin):
+        if p <= ALPHA and (estimate.value or claim.margin):
             return p, verdict
     smallest_p, width = min(p for _, p in sides), estimate.half_width
     too_wide = claim.matters is not None and width is not None and width > claim.matters

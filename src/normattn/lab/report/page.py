@@ -19,7 +19,8 @@ from normattn.lab.report.tables import (
     format_range,
 )
 from normattn.lab.report.view import View
-from normattn.lab.stats import Bootstrap
+from normattn.lab.stats.bootstrap import RESAMPLES
+from normattn.lab.stats.estimate import LEVEL
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20
@@ -70,12 +71,11 @@ def context(
     measured: pl.DataFrame,
     settings: Mapping[str, str] | None = None,
     command: str = "",
-    bootstrap: Bootstrap | None = None,
 ) -> PageContext:
     """Make the report of a page; raises `InputError` where nothing was measured."""
     if not measured.height:
         raise InputError("there is nothing to report: nothing was measured")
-    view = View(measured, bootstrap or Bootstrap())
+    view = View(measured)
     tables = tuple(table.fill(view) for table in page.tables)
     findings = tuple(decide(page.claims(view), view))
     return PageContext(
@@ -96,9 +96,8 @@ def context(
 def _provenance(view: View, tables: Sequence[FilledTable]) -> dict[str, str]:
     cells = [cell.estimate for table in tables for line in table.cells for cell in line]
     units = sorted({estimate.units for estimate in cells if estimate and estimate.units > 1})
-    level, resamples = view.bootstrap.level, view.bootstrap.resamples
     facts = {
-        "intervals": f"{level:.0%}, from {resamples} bootstrap resamples of the units and the "
+        "intervals": f"{LEVEL:.0%}, from {RESAMPLES} bootstrap resamples of the units and the "
         "spread of the seeds (Satterthwaite's t); differences are paired over both",
     }
     if units:

@@ -12,16 +12,7 @@ from typing import Any
 import polars as pl
 
 from normattn.lab.report.figures import Point
-from normattn.lab.stats import (
-    Bootstrap,
-    Estimate,
-    Metric,
-    Sums,
-    contrast,
-    estimate,
-    select,
-    select_sums,
-)
+from normattn.lab.stats import Estimate, Metric, Sums, contrast, estimate, select, select_sums
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import Bins, Length, Term
 
@@ -31,7 +22,6 @@ class View:
     """Cached queries over the measurements table."""
 
     frame: pl.DataFrame
-    bootstrap: Bootstrap = field(default_factory=Bootstrap)
     _cache: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     def _cached(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -107,7 +97,7 @@ class View:
             weighted.append((term.factor, sums))
         if not set.intersection(*(set(sums.seeds) for _, sums in weighted)):
             return None  # there are no pairs
-        return contrast(weighted, [term.value for term in terms], self.bootstrap)
+        return contrast(weighted, [term.value for term in terms])
 
     def _resolved(self, terms: Sequence[Term]) -> list[Term] | None:
         """The terms with their lengths in tokens; None where one was not evaluated."""
@@ -150,7 +140,7 @@ def bin_points(
         return ()
     points = []
     for index, bin_ in enumerate(sums.bins):
-        value = estimate(sums.at(slice(index, index + 1)), metric, view.bootstrap)
+        value = estimate(sums.at(slice(index, index + 1)), metric)
         if math.isfinite(value.value):
             points.append(Point.of(float(x(bin_)), value))
     return tuple(points)

@@ -1,7 +1,6 @@
 """Statistics: the measurements table and its store, metrics, estimates and contrasts."""
 
 from normattn.lab.stats.arrays import Sums, select, select_sums
-from normattn.lab.stats.bootstrap import Bootstrap
 from normattn.lab.stats.estimate import (
     Estimate,
     contrast,
@@ -15,7 +14,6 @@ from normattn.lab.stats.metrics import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.store import MeasurementStore, digest, read_measurements
 
 __all__ = [
-    "Bootstrap",
     "Estimate",
     "Identity",
     "LONGEST",

@@ -27,11 +27,13 @@ import numpy as np
 
 from normattn.errors import InputError
 from normattn.lab.stats.arrays import Array, Sums
-from normattn.lab.stats.bootstrap import Bootstrap
+from normattn.lab.stats.bootstrap import resampled_sums
 from normattn.lab.stats.metrics import Metric, Value
 
 Term = tuple[float, Sums]
 
+LEVEL = 0.95
+"""The confidence level of every interval."""
 LEAST_UNITS = 3
 """The fewest units for an interval of one seed; with two, it would extend six times their distance
 either way."""
@@ -69,7 +71,7 @@ class Estimate:
             return self.p
         if self.stderr is None or self.df is None:
             return None
-        return float(_student(self.df, self.value - bound, self.stderr, Bootstrap.level)["p"])
+        return float(_student(self.df, self.value - bound, self.stderr)["p"])
 
     @property
     def of_few_units(self) -> bool:
@@ -98,36 +100,32 @@ class Estimate:
         return {name: getattr(self, name) for name in names} | lists
 
 
-def estimate(sums: Sums, metric: Metric, bootstrap: Bootstrap | None = None) -> Estimate:
+def estimate(sums: Sums, metric: Metric) -> Estimate:
     """Estimate the metric of `sums` with its interval."""
-    return contrast([(1.0, sums)], metric.value, bootstrap)
+    return contrast([(1.0, sums)], metric.value)
 
 
-def contrast(
-    terms: Sequence[Term], values: Value | Sequence[Value], bootstrap: Bootstrap | None = None
-) -> Estimate:
+def contrast(terms: Sequence[Term], values: Value | Sequence[Value]) -> Estimate:
     """Estimate Σ factor · value(sums), paired over the seeds and units that all terms share.
 
     `values` are the functions from each term's sums to its value. Raises `InputError` where the
     terms share no seed or no unit.
     """
-    bootstrap, paired = bootstrap or Bootstrap(), _pair(terms)
+    paired = _pair(terms)
     functions = [values] * len(paired) if callable(values) else values
     observed, resampled = [], []
     for (factor, sums), value in zip(paired, functions, strict=True):
         totals = sums.numerator.sum(1), sums.denominator.sum(1)
-        draws = bootstrap.sums(sums.numerator), bootstrap.sums(sums.denominator)
+        draws = resampled_sums(sums.numerator), resampled_sums(sums.denominator)
         observed.append(factor * _prepend_mean(value(*totals, *totals)))
         resampled.append(factor * _prepend_mean(value(*draws, *totals)))
     rounding = ROUNDING * sum(abs(float(term[0])) for term in observed)
     theta: Array = np.add.reduce(observed)
     resamples: Array = np.add.reduce(resampled)
-    return _make_estimate(paired[0][1], theta, resamples, rounding, bootstrap.level)
+    return _make_estimate(paired[0][1], theta, resamples, rounding)
 
 
-def _make_estimate(
-    sums: Sums, theta: Array, resampled: Array, rounding: float, level: float
-) -> Estimate:
+def _make_estimate(sums: Sums, theta: Array, resampled: Array, rounding: float) -> Estimate:
     """The estimate from values (1 + seeds,) and their resamples (resamples, 1 + seeds).
 
     `sums` has the numbers of units and counts. A standard error up to `rounding` counts as 0.
@@ -145,13 +143,13 @@ def _make_estimate(
     spread = np.nanvar(resampled, axis=0, ddof=1)
     error, freedom = _spread(theta[1:], float(spread[0]), float(spread[1:].mean()), units)
     if error > rounding:
-        return Estimate(**fields, **_student(freedom, float(theta[0]), error, level))
+        return Estimate(**fields, **_student(freedom, float(theta[0]), error))
     # All units and seeds agree, so the spread is unknown. Only 0 everywhere has an interval.
     ends = None if abs(theta[0]) > rounding else fields["value"]
     return Estimate(**fields, low=ends, high=ends)
 
 
-def estimate_over_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.level) -> Estimate:
+def estimate_over_seeds(by_seed: Mapping[int, float]) -> Estimate:
     """The mean over seeds with Student's interval, for numbers without units to resample.
 
     θ ± t_(S−1) · √(var_s(θ_s)/S), for example for training losses.
@@ -161,7 +159,7 @@ def estimate_over_seeds(by_seed: Mapping[int, float], level: float = Bootstrap.l
     fields: dict[str, Any] = {"seeds": seeds, "per_seed": tuple(map(_round, values))}
     error = float(values.std(ddof=1)) / len(seeds) ** 0.5 if len(seeds) > 1 else 0.0
     if error > ROUNDING * abs(value):
-        fields |= _student(len(seeds) - 1.0, value, error, level)
+        fields |= _student(len(seeds) - 1.0, value, error)
     return Estimate(_round(value), **fields)
 
 
@@ -216,11 +214,11 @@ def _prepend_mean(values: Array) -> Array:
     return np.concatenate([values.mean(-1, keepdims=True), values], axis=-1)
 
 
-def _student(freedom: float, value: float, error: float, level: float) -> dict[str, Any]:
+def _student(freedom: float, value: float, error: float) -> dict[str, Any]:
     """Student's interval and the two-sided p of 0, as fields of an estimate."""
     from scipy import special  # Slow to import, and needed by reports only.
 
-    half = float(special.stdtrit(freedom, 0.5 + level / 2)) * error
+    half = float(special.stdtrit(freedom, 0.5 + LEVEL / 2)) * error
     return {
         "low": _round(value - half),
         "high": _round(value + half),

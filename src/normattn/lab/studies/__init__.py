@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -59,18 +58,9 @@ def find_typed(name: str) -> Study:
     """
     if not name.endswith(".py"):
         return find(name)
-    from normattn.lab.studies._user_file import load
+    from normattn.lab.studies.base import load
 
     return load(Path(name))
-
-
-def errors_in(study: Study) -> AbstractContextManager[None]:
-    """Turn exceptions from a user's study file into an `InputError` with file and line."""
-    if study.source is None:
-        return nullcontext()
-    from normattn.lab.studies._user_file import errors_of
-
-    return errors_of(study.source)
 
 
 @cache

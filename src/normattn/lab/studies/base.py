@@ -15,8 +15,11 @@ For example:
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,6 +238,30 @@ class Study:
         settings = flatten({k: v for k, v in config.items() if k not in ("changed", "asked")})
         page = context(self.page, measured, settings=settings, command=self.command(config))
         return write_page(page, out, measured)
+
+
+def load(path: Path) -> Study:
+    """Import the file at `path` and return its `STUDY`, with the file as its source.
+
+    The file can import modules from its folder, as a script can; installed modules come first.
+    Raises `InputError` for a file that is missing or defines no study. Its own errors pass.
+    """
+    if not path.is_file():
+        raise InputError(f"the study {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec.loader.exec_module(module)
+    study = getattr(module, "STUDY", None)
+    if not isinstance(study, Study):
+        raise InputError(f"{path} defines no STUDY = Study(…)")
+    loaded = copy.copy(study)
+    loaded.source = path
+    return loaded
 
 
 def _fill_in_command(made_by: str, config: Mapping[str, Any]) -> str:

@@ -309,7 +309,7 @@ def _subjects(view: View) -> list[Where]:
 
 
 def _subview(view: View, subject: Where) -> View:
-    return View(select(view.frame, subject), view.bootstrap)
+    return View(select(view.frame, subject))
 
 
 def _gallery_rows(view: View) -> list[Row]:

@@ -356,7 +356,7 @@ def early_difference(view: View) -> Estimate | None:
     changes = {seed: rms[seed] - layer[seed] for seed in sorted(rms.keys() & layer.keys())}
     if not changes:
         return None
-    change = estimate_over_seeds(changes, view.bootstrap.level)
+    change = estimate_over_seeds(changes)
     return change if len(changes) >= SEEDS else replace(change, p=None)
 
 
