@@ -88,20 +88,6 @@ def test_a_label_stands_before_a_run(command: Command, trained: Path, tmp_path: 
     assert "no directory" in command("report", "label=nowhere").sentence
 
 
-def test_two_addresses_may_name_one_text(trained: Path, tmp_path: Path) -> None:
-    def run(seed: int, text: str) -> Path:
-        place = copied(
-            trained, tmp_path / str(seed), read(seed), seed=seed, data__corpus=f"/place/{seed}"
-        )
-        write_json(place / "corpus.json", {"fingerprint": text, "sources": {}})
-        return place
-
-    one, same, other = run(0, "a"), run(1, "a"), run(2, "b")
-    assert of_runs([one, same])["row"].unique().to_list() == ["KNA"]
-    with pytest.raises(InputError, match=r"data\.corpus"):
-        of_runs([one, other])
-
-
 @pytest.mark.parametrize("again", [{"data": "e"}, {"length": 32, "tokens": 4.0}])
 def test_last_segments_of_two_evaluations_are_no_change(
     trained: Path, tmp_path: Path, again: dict[str, Any]

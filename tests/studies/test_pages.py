@@ -292,7 +292,7 @@ EDGES = [*range(0, LONGEST + 1, 2)]
 NOISE = np.random.default_rng(0).normal(0, 0.5, COUNT)
 
 
-def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900) -> pl.DataFrame:
+def frame(at_length: Mapping[str, float], copied: float = 0.0) -> pl.DataFrame:
     """Rows of so many points at L; repeated text is `copied` points better than held-out text."""
     parts = []
     for number, (row, points) in enumerate(at_length.items()):
@@ -306,7 +306,6 @@ def frame(at_length: Mapping[str, float], copied: float = 0.0, steps: int = 900)
             measured(identity("non_repeated", LONGEST), "accuracy", spread, EDGES),
             measured(identity("repeated", LONGEST), "accuracy", spread, EDGES),
             measured(identity("repeated", LONGEST), "accuracy_seen", spread + copied, EDGES, 1),
-            with_identity(identity("training", 0), [scalar("steps", steps)]),
         ]
     return concat(parts)
 

@@ -20,7 +20,7 @@ from normattn.lab.studies import COMMAND_STUDIES, extend, find, find_typed
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
-from normattn.lab.sweep.collect import Corpora
+from normattn.lab.sweep.collect import write_corpora
 from normattn.lab.sweep.paths import RunPaths
 from normattn.lab.sweep.runner import study_named
 from normattn.terminal import warn
@@ -196,4 +196,4 @@ def _copy_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
     if settings.exists() and _configuration(out)[0] != config:
         raise InputError(f"{settings} holds other settings than {source}: give another --out")
     write_json(settings, read_object(source / "config.json"))
-    Corpora.below(source).write(out)
+    write_corpora(source, out)

@@ -19,10 +19,9 @@ from normattn.lab.stats.arrays import describe_left_out, keep_common_data
 from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
 from normattn.lab.studies.language import standalone_store
 from normattn.lab.studies.reading import KIND, SEPARATE_TABLES
-from normattn.lab.sweep.collect import Corpora, history, training_identity
+from normattn.lab.sweep.collect import history, training_identity
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import CHANGEABLE
-from normattn.lab.training.init_from import CORPUS_FILE
 from normattn.settings import first_difference
 from normattn.terminal import warn
 
@@ -161,12 +160,7 @@ def _refuse_other_trainings(measured: pl.DataFrame) -> None:
 
 def _difference(first: Path, second: Path) -> tuple[str, str, str] | None:
     """The first setting in which two trainings differ, with its two values."""
-    files = [run / CORPUS_FILE for run in (first, second)]
-    texts = [Corpora.read(file).fingerprints for file in files if file.is_file()]
-    # Two addresses may name the same text; then their fingerprints are equal.
-    same_text = len(texts) == 2 and texts[0] == texts[1] != frozenset()
-    ignored = _ALIKE | ({"data.corpus"} if same_text else frozenset())
-    return first_difference(_settings(first), _settings(second), ignored)
+    return first_difference(_settings(first), _settings(second), _ALIKE)
 
 
 def _settings(run: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +37,6 @@ FILE = "measurements.parquet"
 
 DIGEST = "normattn.digest"
 """The key of the file's metadata with the digest of its other bytes."""
-KEY = "normattn.key"
-"""The key of the file's metadata with its evaluation's key in a `MeasurementStore`."""
 _UNSIGNED = b"sha256:" + 64 * b"0"
 _SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
 LARGEST, SMALLEST = 1e60, 1e-60
@@ -187,7 +184,7 @@ def validate(frame: pl.DataFrame, source: str) -> pl.DataFrame:
     """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
 
     Raises `InputError` for a missing or unknown column, a wrong type, a null in a required column,
-    a number that is not finite or out of bounds, a negative `of`, and a duplicate row.
+    a number out of bounds, a negative `of`, and a duplicate row.
     """
     missing = [name for name in SCHEMA if name not in frame.columns]
     if missing:
@@ -203,25 +200,15 @@ def validate(frame: pl.DataFrame, source: str) -> pl.DataFrame:
             raise InputError(f"{source}: {name} is {frame.schema[name]}, expected {kind.__name__}")
         if name not in NULLABLE and frame[name].null_count():
             raise InputError(f"{source}: a row has no {name}")
-    _check_sums(frame, source)
+    of = pl.col("of")
+    in_range = (pl.col("sum").abs() <= LARGEST) & ((of == 0) | of.is_between(SMALLEST, LARGEST))
+    if frame.filter(~in_range).height:
+        raise InputError(f"{source}: a sum or a count is not finite or out of range")
     ordered = frame.select(*SCHEMA, *sorted(factors))
     keys = [name for name in ordered.columns if name not in ("sum", "of")]
     if ordered.select(keys).is_duplicated().any():
         raise InputError(f"{source} holds the same sum twice")
     return ordered
-
-
-def _check_sums(frame: pl.DataFrame, source: str) -> None:
-    """Raise `InputError` for numbers whose ratios or squares are out of a float's range."""
-    for name in ("sum", "of"):
-        if not frame[name].is_finite().all():
-            raise InputError(f"{source}: a {name} is not finite")
-        if (frame[name].abs() > LARGEST).any():
-            raise InputError(f"{source}: a {name} is above {LARGEST:g}")
-    if (frame["of"] < 0).any():
-        raise InputError(f"{source}: a count is negative")
-    if frame["of"].is_between(0, SMALLEST, closed="none").any():
-        raise InputError(f"{source}: an of lies between 0 and {SMALLEST:g}, and sums are over it")
 
 
 def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
@@ -230,13 +217,10 @@ def sorted_rows(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.sort(keys, nulls_last=True)
 
 
-def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
-    """Write a measurements table as Parquet, atomically; equal tables give equal bytes.
-
-    `key` is the evaluation's key in a `MeasurementStore`.
-    """
+def write(path: Path, frame: pl.DataFrame) -> None:
+    """Write a measurements table as Parquet, atomically; equal tables give equal bytes."""
     table = sorted_rows(validate(frame, str(path)))
-    metadata = {DIGEST: _UNSIGNED.decode()} | ({} if key is None else {KEY: key})
+    metadata = {DIGEST: _UNSIGNED.decode()}
 
     def fill(file: Path) -> None:
         table.write_parquet(file, compression="zstd", statistics=False, metadata=metadata)
@@ -246,11 +230,8 @@ def write(path: Path, frame: pl.DataFrame, key: str | None = None) -> None:
     write_with(path, fill)
 
 
-def read(path: Path, key: str | None = None) -> pl.DataFrame:
-    """Read and check a measurements table.
-
-    Raises `InputError` for a missing or damaged file, and for another evaluation than `key`.
-    """
+def read(path: Path) -> pl.DataFrame:
+    """Read and check a measurements table; raises `InputError` for a missing or damaged file."""
     if not path.exists():
         raise InputError(f"{path} does not exist; it should hold the measurements")
     with open_file(path) as file:
@@ -261,10 +242,6 @@ def read(path: Path, key: str | None = None) -> pl.DataFrame:
         raise InputError(f"{path} is not a measurements table: it holds no digest")
     if _signature(content.replace(signatures[0], _UNSIGNED)) != signatures[0]:
         raise InputError(f"{path} is damaged: its content does not match its digest")
-    if key is not None:
-        stored_key = pl.read_parquet_metadata(BytesIO(content)).get(KEY, "of no key")
-        if stored_key != key:
-            raise InputError(f"{path} is damaged: it holds the evaluation {stored_key}")
     return validate(pl.read_parquet(content), str(path))
 
 

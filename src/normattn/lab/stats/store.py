@@ -29,7 +29,7 @@ EXTRA = "beside"
 class MeasurementStore:
     """A folder of measurements tables, one file per evaluation, named by its key.
 
-    A damaged or misplaced file causes a warning, and its evaluation is repeated. The file done.json
+    A damaged file causes a warning, and its evaluation is repeated. The file done.json
     has a marker for each finished task, with the keys of its evaluations. Keys depend on data and
     weights, so they are known only after the task has run.
     """
@@ -47,17 +47,15 @@ class MeasurementStore:
         path = self.path(key)
         if not path.exists():
             return None
-        if not path.is_file():
-            raise InputError(f"{path} is not a file, so no record can be kept there: remove it")
         try:
-            return measurements.read(path, key)
+            return measurements.read(path)
         except InputError as error:
             warn(f"normattn: {error}; the evaluation is repeated")
             return None
 
     def put(self, key: str, measured: pl.DataFrame) -> None:
         """Store measurements under a key, atomically."""
-        measurements.write(self.path(key), measured, key)
+        measurements.write(self.path(key), measured)
 
     def once(self, key: str, measure: Callable[[], pl.DataFrame]) -> pl.DataFrame:
         """Return the stored measurements of an evaluation, or call `measure` and store them."""
@@ -82,14 +80,9 @@ class MeasurementStore:
     def _markers(self) -> dict[str, list[str]]:
         """The keys of each marker; empty where the file is missing or damaged."""
         try:
-            stored = read_object(self.folder / DONE)
+            return read_object(self.folder / DONE)
         except InputError:
             return {}
-        return {
-            marker: keys
-            for marker, keys in stored.items()
-            if isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-        }
 
     def __len__(self) -> int:
         return len(self._paths())

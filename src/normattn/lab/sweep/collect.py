@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -92,50 +91,24 @@ def history(run: Path, identity: Identity) -> pl.DataFrame:
     return with_identity(identity, [rows, scalar("steps", float(steps[-1]))])
 
 
-@dataclass(frozen=True)
-class Corpora:
-    """The corpora of models: `fingerprints` of the tokens, and `sources` with versions.
+def write_corpora(folder: Path, out: Path) -> None:
+    """Write what the models of a study's directory, or of a published folder, were trained on.
 
-    Empty for a study without text, and for folders from before they were recorded.
+    The file in `out` has the fingerprints of the tokens, and the sources of the text with their
+    versions. There is none for a study without text.
     """
-
-    fingerprints: frozenset[str] = frozenset()
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def below(cls, folder: Path) -> Corpora:
-        """The corpora of the trainings of a study's directory, or those of a published folder.
-
-        Raises `InputError` where two have different versions of one source.
-        """
-        records = sorted(folder.glob(f"cells/*/*/{CORPUS_FILE}"))
-        fingerprints: set[str] = set()
-        sources: dict[str, str] = {}
-        for record in map(cls.read, records or folder.glob(CORPUS_FILE)):
-            fingerprints |= record.fingerprints
-            for name, version in record.sources.items():
-                if sources.setdefault(name, version) != version:
-                    raise InputError(
-                        f"models of one report were trained on {name} {sources[name]} and "
-                        f"{version}: prepare the same corpus for all of them"
-                    )
-        return cls(frozenset(fingerprints), dict(sorted(sources.items())))
-
-    @classmethod
-    def read(cls, file: Path) -> Corpora:
-        """The record of one run, or of a published folder."""
+    fingerprints: set[str] = set()
+    sources: dict[str, str] = {}
+    for file in [*folder.glob(f"cells/*/*/{CORPUS_FILE}")] or [*folder.glob(CORPUS_FILE)]:
         stored = read_object(file)
-        prints = stored.get("fingerprints", [stored.get("fingerprint")])
-        sources = stored.get("sources")
-        if not (_all_text(prints) and isinstance(sources, dict) and _all_text(sources.values())):
-            raise InputError(f"{file} is damaged: expected fingerprints and sources with versions")
-        return cls(frozenset(prints), sources)
-
-    def write(self, folder: Path) -> None:
-        """Write the record into a folder to be published; an empty record is not written."""
-        if self.fingerprints:
-            record = {"fingerprints": sorted(self.fingerprints), "sources": dict(self.sources)}
-            write_json(folder / CORPUS_FILE, record)
+        try:
+            fingerprints.update(stored.get("fingerprints") or [stored["fingerprint"]])
+            sources |= stored["sources"]
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{file} is damaged: expected fingerprints and sources") from error
+    if fingerprints:
+        record = {"fingerprints": sorted(fingerprints), "sources": dict(sorted(sources.items()))}
+        write_json(out / CORPUS_FILE, record)
 
 
 def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
@@ -159,7 +132,3 @@ def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = No
                 f"{first} and what {run} was trained on differ, although the settings are the "
                 "same: the corpus changed in between; give each text its own directory"
             )
-
-
-def _all_text(values: object) -> bool:
-    return isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
