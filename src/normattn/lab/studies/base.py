@@ -104,7 +104,6 @@ class Study:
 
     - `help`: the text of `reproduce NAME --help`.
     - `variants_help`, `methods_help`: the texts of these options; "" where the study has none.
-    - `headline`: the columns of the first table that are printed when a run ends.
     - `examples`: command lines after `EXAMPLES`, and what they do.
 
     `source` is the file of a user's study.
@@ -134,7 +133,6 @@ class Study:
         collect: Callable[[Path], pl.DataFrame] = collect_measurements,
         variants_help: str = "",
         methods_help: str = "",
-        headline: Sequence[str] = (),
         examples: Sequence[tuple[str, str]] = (),
         made_by: str = "",
     ) -> None:
@@ -142,7 +140,6 @@ class Study:
             raise InputError(f"the study {name} has {len(evals)} evals; give one with all lengths")
         self.name, self.help, self.made_by = name, help or question, made_by
         self.collect, self.runs = collect, tuple(runs)
-        self.headline = tuple(headline)
         self.examples = () if made_by else (*EXAMPLES, *examples)
         self.variants = variants_help or ("Scores, separated by commas." if variants else "")
         self.methods = methods_help or (

@@ -340,7 +340,6 @@ STUDY = Study(
     "[default: Baseline, QNA, KNA, CosA, each with and without -logn]",
     methods_help="Inference-time methods, separated by commas, or `all`: every one that a score "
     "supports, and every training-time component as well. [default: unmodified,NTK,YaRN,ReRoPE]",
-    headline=("train", "repeated_seen", "non_repeated", "change"),
     examples=(
         ("--preset quick", "one head of 128, in minutes: plain RoPE gets worse, KeyNorm does not"),
         ("--methods all", "every method, and every training-time component"),

@@ -308,7 +308,6 @@ class Experiment(Protocol):
     name: str
     runs: tuple[type[Run], ...]
     page: Page
-    headline: tuple[str, ...]
     source: Path | None
 
     def resolve(self, request: Request) -> Sweep:

@@ -172,17 +172,17 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
 
 
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
-    """The study's `headline` columns of one run, a line for each of its rows.
+    """The main columns of the study's first table for one run, a line for each of its rows.
 
     "  KNA-YaRN: at the training length 31.2, change −2.1". The values are of this
     run's seed, without intervals.
     """
-    if not study.headline:
-        return []
-    view = View(keep_common_data(read_measurements(sweep.paths(run).run), ()))
     table = study.page.tables[0]
+    if not table.main:
+        return []
+    view = View(keep_common_data(read_measurements(sweep.paths(run).run)))
     columns = table.columns(view) if callable(table.columns) else table.columns
-    headline = [replace(c, interval=False) for c in columns if c.key in study.headline]
+    headline = [replace(c, interval=False) for c in columns if c.key in table.main]
     lines = []
     for row in table.rows(view):
         cells = [(column.title, column.cell(view, row)) for column in headline]
