@@ -22,7 +22,7 @@ from normattn.lab.report.view import View
 from normattn.lab.stats import Identity, concat, measurements, sums, with_identity
 from normattn.lab.studies import find, find_typed, names, summary
 from normattn.lab.studies.base import Claim, Eval, Metric, Study, Variant
-from normattn.lab.sweep.run import CORPUS, Request
+from normattn.lab.sweep.run import Request
 from studies.conftest import FINISHED, run
 from studies.test_sweep import result
 
@@ -255,9 +255,9 @@ def test_the_studies_of_the_library_are_found_by_their_files() -> None:
 
 
 def test_the_command_of_a_page_can_be_typed() -> None:
-    asked = {CORPUS: "my texts", "training.steps": 5, "continued.keep": [1, 4]}
+    asked = {"training.data.corpus": "my texts", "training.steps": 5, "continued.keep": [1, 4]}
     assert find("continue").command({"preset": "laptop", "changed": asked}) == (
-        "normattn reproduce continue --preset laptop --corpus 'my texts' "
+        "normattn reproduce continue --preset laptop --set 'training.data.corpus=my texts' "
         "--set training.steps=5 --set 'continued.keep=[1, 4]'"
     )
     again = [{"variants": "KNA,CosA", "seeds": "2"}, {"seeds": "7,"}]

@@ -146,9 +146,9 @@ def bin_points(
     return tuple(points)
 
 
-def points(view: View, metric: Metric, where: Iterable[tuple[float, Where]]) -> tuple[Point, ...]:
-    """A point for each x whose rows were measured."""
-    estimates = ((x, view.estimate(metric, rows)) for x, rows in where)
+def points(view: View, metrics: Iterable[tuple[float, Metric]]) -> tuple[Point, ...]:
+    """A point for each x whose metric was measured."""
+    estimates = ((x, view.finite_estimate(metric)) for x, metric in metrics)
     return tuple(Point.of(float(x), value) for x, value in estimates if value is not None)
 
 

@@ -42,7 +42,7 @@ from normattn.lab.studies.methods import applicable_methods, canonical_methods, 
 from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, load_preset, preset_argument
 from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import flatten
-from normattn.lab.sweep.run import CORPUS, Request, Sweep
+from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.sweep.run import Run as AnyRun
 from normattn.score.spec import UNMODIFIED
 from normattn.settings import format_setting
@@ -211,16 +211,11 @@ class Study:
         preset = preset_argument(str(config.get("preset", "laptop")), self.name)
         words = ["normattn", "reproduce", name, "--preset", preset]
         # A group and one of its members may both be set: the later one wins.
-        options: dict[str, tuple[str, str]] = {}
+        assigned: dict[str, str] = {}
         for setting, value in config.get("changed", {}).items():
-            if setting == CORPUS:
-                options[CORPUS] = ("--corpus", str(value))
-            else:
-                options |= {
-                    line.partition("=")[0]: ("--set", line)
-                    for line in format_setting(setting, value)
-                }
-        words += [word for option in options.values() for word in option]
+            lines = format_setting(setting, value)
+            assigned |= {line.partition("=")[0]: line for line in lines}
+        words += [word for line in assigned.values() for word in ("--set", line)]
         choices: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
         return " && ".join(
             shlex.join([*words, *(w for option in chosen for w in (f"--{option}", chosen[option]))])

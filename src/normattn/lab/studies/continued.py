@@ -219,7 +219,7 @@ def _panel_by_step(
     lines = []
     for last in {row.label: row for row in rows}.values():
         branch = [row.where for row in rows if row.label == last.label]
-        plotted = points(view, metric, ((where[STEP], {**where, **text}) for where in branch))
+        plotted = points(view, ((where[STEP], metric.at({**where, **text})) for where in branch))
         lines.append(Line(last.label, plotted, last.label, bool(last.where.get("method"))))
     return Panel(title, tuple(lines), "continued steps", unit)
 

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from normattn.errors import InputError
-from normattn.lab.report.figures import Curves, Figure, Line, Panel
+from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import (
     EMPTY_CELL,
     Cell,
@@ -28,7 +28,7 @@ from normattn.lab.report.tables import (
     format_estimate,
     text_column,
 )
-from normattn.lab.report.view import View, bin_points
+from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements, select
 from normattn.lab.stats.arrays import Array, Where
@@ -48,11 +48,10 @@ from normattn.lab.studies.advice import (
     train_length,
 )
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import CONTROL, interval_figure
-from normattn.score.spec import UNMODIFIED
+from normattn.lab.studies.lm_report import interval_figure, methods_by_position
 
 KIND, MEASUREMENTS = "extend", "measurements"
-POSITION, KEY, PREFILL = "by_position", "retrieval", "prefill"
+KEY, PREFILL = "retrieval", "prefill"
 SECONDS, PEAK = "prefill_seconds", "peak_bytes"
 ACCURACY, EXACT = Metric("accuracy"), Metric("exact", "pass keys found", ratio(100.0), "%", 1)
 LINEAR = 0.1
@@ -187,30 +186,10 @@ def figures(view: View) -> list[Figure]:
         f"Nats above the unmodified model after {format_length(home_length(view))}, on the same "
         f"final tokens; the axis is linear within ±{LINEAR}"
     )
-    panels = tuple(
-        Panel(
-            *(metric.title, _position_lines(view, metric), "position (tokens)", unit, True),
-            train_length=train_length(view),
-        )
-        for metric, unit in ((LOSS, "nats"), (ACCURACY, "accuracy (%)"))
-    )
     return [
         interval_figure(view, "last_segment", title, _rows(view), _changes(view), LINEAR),
-        Curves("reading_by_position", "Your text, by position", panels, shared_y=False),
+        methods_by_position(view, "reading_by_position", "Your text, by position", {}),
     ]
-
-
-def _position_lines(view: View, metric: Metric) -> tuple[Line, ...]:
-    """A line for each method; methods that differ in log-n only share a colour."""
-    lines = []
-    for method in methods_of(view):
-        where = {"method": method, "protocol": POSITION}
-        plotted = bin_points(view, metric, where, lambda bin_: bin_[3])
-        family = method.removesuffix("-logn+") or UNMODIFIED
-        if plotted:
-            dashed, control = method not in ("", family), method == CONTROL
-            lines.append(Line(name_of(method), plotted, family, dashed, control))
-    return tuple(lines)
 
 
 def _table(key: str, title: str, columns: Any, notes: Any = ()) -> Table:

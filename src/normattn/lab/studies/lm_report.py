@@ -372,13 +372,34 @@ def position_figures(view: View) -> list[Figure]:
     return figures
 
 
+def methods_by_position(view: View, name: str, title: str, where: Where) -> Figure:
+    """Loss and accuracy by position, a line for each method of the rows `where`.
+
+    Methods that differ in log-n only share a colour.
+    """
+    where = {**where, "protocol": "by_position"}
+    panels = []
+    for metric, unit in ((LOSS, "nats"), (ACCURACY, "accuracy (%)")):
+        lines = []
+        for method in ranked(view.values("method", where), METHOD_ORDER):
+            plotted = bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
+            family = method.removesuffix("-logn+") or UNMODIFIED
+            if plotted:
+                dashed, control = method not in ("", family), method == CONTROL
+                lines.append(Line(method or UNMODIFIED, plotted, family, dashed, control))
+        length = view.only_value("train_length", where)
+        axes: dict[str, Any] = {"log_x": True, "train_length": length}
+        panels.append(Panel(metric.title, tuple(lines), "position (tokens)", unit, **axes))
+    return Curves(name, title, tuple(panels), shared_y=False)
+
+
 def length_figure(view: View) -> Figure:
     """Accuracy on the same final tokens against the length of the context."""
     lengths = view.lengths("last_segment")
     title = "Accuracy on the same final tokens after longer contexts"
 
     def curve(row: dict[str, Any]) -> tuple[Point, ...]:
-        return points(view, ACCURACY, ((n, {**row, "length": n}) for n in lengths))
+        return points(view, ((n, ACCURACY.at(row, length=n)) for n in lengths))
 
     where = {"protocol": "last_segment"}
     name, x_title = "accuracy_by_length", "context (tokens)"
@@ -392,8 +413,7 @@ def copying_figure(view: View) -> Figure:
     title = "Accuracy on repeated text by copying distance (trained: up to the training length)"
 
     def curve(row: dict[str, Any]) -> tuple[Point, ...]:
-        estimates = ((d, view.finite_estimate(metric.at(row))) for d, metric in metrics.items())
-        return tuple(Point.of(float(d), value) for d, value in estimates if value is not None)
+        return points(view, ((distance, metric.at(row)) for distance, metric in metrics.items()))
 
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
     axes: dict[str, Any] = {"log_x": True, "train_length": trained}
@@ -405,6 +425,6 @@ def history_figure(view: View) -> Figure:
     where = {"protocol": "training", "axis": "step", "statistic": "loss"}
     rows = ranked(view.values("row", where), VARIANT_ORDER)
     lines = tuple(Line(row, step_points(view, "loss", {"row": row})) for row in rows)
-    panel = Panel("", lines, "training step", "training loss (nats per token)")
+    panel = Panel("", lines, "training step", "training loss (nats)")
     title = "Training loss; bands: all seeds"
     return Curves("training_loss", title, (panel,), first=COLOUR_ORDER)

@@ -28,23 +28,15 @@ from normattn.lab.diagnostics.keys import TAIL
 from normattn.lab.diagnostics.mechanism import READINGS, measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.claims import Claim
-from normattn.lab.report.figures import (
-    Curves,
-    Figure,
-    IntervalColumn,
-    Intervals,
-    Line,
-    Panel,
-    Point,
-)
+from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table
-from normattn.lab.report.view import View
+from normattn.lab.report.view import View, points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Array
 from normattn.lab.stats.metrics import crossing, mean
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.language import TextSetting, evaluation_cost
-from normattn.lab.studies.lm_report import VARIANT_ORDER, ranked
+from normattn.lab.studies.lm_report import VARIANT_ORDER, interval_figure, ranked
 from normattn.lab.studies.methods import canonical_scores
 from normattn.lab.studies.preset import EvaluationSettings, Preset, load_preset
 from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Sweep
@@ -399,30 +391,20 @@ def claims(view: View) -> Iterator[Claim]:
 def figures(view: View) -> Iterator[Figure]:
     """The accuracy of the last tokens under every reading, and the mean product by distance."""
     near, far = lengths(view)
-    estimates = {
-        f"{row.label}, {reading}": view.finite_estimate(last_tokens("accuracy", reading), row.where)
-        for row in rows(view, "last_accuracy")
-        for reading in READINGS
+    title = f"Accuracy of the last {near:,} of {far:,} tokens, %"
+    accuracies = [Column(r, f"accuracy, {r}, %", last_tokens("accuracy", r)) for r in READINGS]
+    yield interval_figure(view, "last_accuracy", title, rows(view, "last_accuracy"), accuracies)
+    # The axis begins at a quarter of L.
+    products = {
+        low: product_between(low, high).at(LONGER)
+        for low, high in _distances(view)
+        if low >= near // 4
     }
-    known = {label: estimate for label, estimate in estimates.items() if estimate is not None}
-    title = f"The last {near:,} of {far:,} tokens"
-    accuracy = IntervalColumn("accuracy, %", tuple(known.values()))
-    yield Intervals("last_accuracy", title, tuple(known), (accuracy,))
-    lines = []
-    for row in rows(view, "product"):
-        # The axis begins at a quarter of L.
-        products = {
-            low: view.finite_estimate(product_between(low, high).at(LONGER), row.where)
-            for low, high in _distances(view)
-            if low >= near // 4
-        }
-        points = (Point.of(float(low), value) for low, value in products.items() if value)
-        lines.append(Line(row.label, tuple(points)))
-    panel = Panel(
-        *("", tuple(lines), "distance i − j", "mean q · k"),
-        log_x=True,
-        train_length=near,
+    lines = tuple(
+        Line(row.label, points(view, ((low, p.at(row.where)) for low, p in products.items())))
+        for row in rows(view, "product")
     )
+    panel = Panel("", lines, "distance i − j", "mean q · k", log_x=True, train_length=near)
     yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
 
 

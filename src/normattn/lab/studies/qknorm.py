@@ -325,7 +325,7 @@ def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, .
     lines = []
     for score in scores(view, experiment):
         rates = multiples(view, experiment, score)
-        plotted = points(view, metric, ((x, where_of(experiment, score, x)) for x in rates))
+        plotted = points(view, ((x, metric.at(where_of(experiment, score, x))) for x in rates))
         if len(rates) > 1 and plotted:
             lines.append(Line(score, plotted, score))
     return tuple(lines)

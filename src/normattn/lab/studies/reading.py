@@ -18,7 +18,7 @@ import polars as pl
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table
-from normattn.lab.report.view import View, bin_points, octaves, points
+from normattn.lab.report.view import View, octaves, points
 from normattn.lab.stats import Metric, select
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import ratio
@@ -115,26 +115,11 @@ def figures(view: View) -> Iterator[Figure]:
     """Figures of the standard protocols, accuracy and loss by position, retrieval by depth."""
     yield from (*lm.position_figures(view), lm.length_figure(view), lm.history_figure(view))
     for row in view.values("row", {"protocol": POSITION}):
-        yield _by_position(view, row)
+        name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
+        yield lm.methods_by_position(view, name, f"{row}: by position", {"row": row})
     length = view.longest(RETRIEVAL)
     for task in view.values(TASK, {"protocol": RETRIEVAL}) if length else ():
         yield from _by_depth(view, {"protocol": RETRIEVAL, TASK: task, "length": length})
-
-
-def _by_position(view: View, row: str) -> Figure:
-    where = {"row": row, "protocol": POSITION}
-    trained = view.only_value("train_length", where)
-    panels = []
-    for metric, unit in ((lm.ACCURACY, "accuracy (%)"), (lm.LOSS, "loss (nats)")):
-        lines = []
-        for method in lm.ranked(view.values("method", where), lm.METHOD_ORDER):
-            curve = bin_points(view, metric, {**where, "method": method}, lambda bin_: bin_[3])
-            if curve:
-                lines.append(Line(method or UNMODIFIED, curve, control=method == lm.CONTROL))
-        axes: dict[str, Any] = {"log_x": True, "train_length": trained}
-        panels.append(Panel(metric.title, tuple(lines), "position (tokens)", unit, **axes))
-    name = "reading_by_position_" + row.replace("(", "_").replace(")", "").replace("=", "")
-    return Curves(name, f"{row}: by position", tuple(panels), shared_y=False)
 
 
 def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
@@ -288,7 +273,7 @@ def _window_figures(view: View) -> Iterator[Figure]:
         for form in FORMS:
             by_share = {w / trained: where for (name, w), where in rows.items() if name == form}
             without = view.estimate(metric, by_share.pop(0.0, None) or {"row": ""})
-            curve = points(view, metric, by_share.items())
+            curve = points(view, ((share, metric.at(where)) for share, where in by_share.items()))
             lines.append(Line(form, curve, form))
             if curve and without is not None:
                 level = tuple(Point.of(x, without) for x in (curve[0].x, curve[-1].x))

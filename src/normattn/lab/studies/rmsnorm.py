@@ -26,9 +26,8 @@ from normattn.lab.data.relations import (
 )
 from normattn.lab.evaluation.classification import evaluate_classifier
 from normattn.lab.report.claims import SEEDS, Claim
-from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, text_column
-from normattn.lab.report.view import View, step_points
+from normattn.lab.report.view import View
 from normattn.lab.runs.environment import torch_threads
 from normattn.lab.runs.timing import interleave
 from normattn.lab.stats import (
@@ -44,7 +43,7 @@ from normattn.lab.stats import (
 )
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import ranked
+from normattn.lab.studies.lm_report import history_figure, ranked
 from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
 from normattn.lab.sweep.paths import RunPaths
@@ -364,15 +363,7 @@ def _percent(log_ratio: float) -> float:
     return round(100 * (exp(log_ratio) - 1), 7) + 0.0
 
 
-# Figure and study
-
-
-def figures(view: View) -> list[Figure]:
-    """The training loss by step."""
-    curves = {norm: step_points(view, "loss", {"row": norm}) for norm in norms(view)}
-    lines = tuple(Line(norm, points, norm) for norm, points in curves.items() if points)
-    panel = Panel("", lines, "optimiser step", "nats")
-    return [Curves("training", "Training loss: means, bands of all seeds", (panel,))]
+# Study
 
 
 STUDY = Study(
@@ -397,7 +388,7 @@ STUDY = Study(
         ),
     ),
     claims=claims,
-    figures=figures,
+    figures=lambda view: [history_figure(view)],
     variants_help="LayerNorm, RMSNorm, or both, separated by a comma. [default: both]",
     examples=(("--corpus FOLDER", "your own documents, in the form of NYT24"),),
 )

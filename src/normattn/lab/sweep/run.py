@@ -36,7 +36,6 @@ from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.pretrained import load_as
 from normattn.settings import Settings, first_difference
 
-CORPUS = "training.data.corpus"
 EVALUATIONS = "evaluations"
 UNKNOWN = "0" * 64
 """The placeholder digest of weights that are not trained yet."""
