@@ -22,7 +22,7 @@ from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.collect import write_corpora
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.runner import study_named
+from normattn.lab.sweep.runner import read_run, study_named
 from normattn.terminal import warn
 
 
@@ -54,8 +54,6 @@ def report_folders(options: Report) -> None:
         content = Content(find_typed(options.study or READING), {}, measured_of_runs(labelled))
     with _explain_bad_measurements(folders, content.study):
         written = content.study.report(content.measured, out, dict(content.config))
-    for folder in folders:
-        _warn_of_unfinished(folder)
     print_report(out, written)
 
 
@@ -106,8 +104,8 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
         study = find_typed(study_name) if study_name else find(kind)
         if cells and not study_name:
             study = _registered(study_named(cells[0].settings), cells[0].settings)
-        _check_records(study, folder)
         measured = study.measurements(folder)
+        _warn_of_unfinished(study, folder)
     elif kind in COMMAND_STUDIES and not file.is_file():
         raise InputError(
             f"{folder} holds measurements of {kind} without a report: run its command again, "
@@ -152,22 +150,14 @@ def _registered(name: str, source: Path) -> Study:
         raise InputError(f"{source}: {error} (--study FILE.py)") from error
 
 
-def _check_records(study: Study, folder: Path) -> None:
-    """Raise `InputError` if records of a finished run are missing."""
-    for done in sorted(folder.glob("jobs/*/*/done.json")):
-        paths = RunPaths.of_job(done.parent)
-        for stage in study.run(read_object(done), str(done)).stages(paths):
-            if not stage.is_done():
-                raise InputError(
-                    f"{paths.run} was finished, but records of its {stage.phase} are missing; the "
-                    "study's own command on this folder makes them again"
-                )
-
-
-def _warn_of_unfinished(folder: Path) -> None:
+def _warn_of_unfinished(study: Study, folder: Path) -> None:
     """Warn of runs whose measurements are not complete."""
-    unfinished = [paths for paths in RunPaths.below(folder) if not paths.done.exists()]
-    names = [f"{p.run.parent.name} {p.run.name}" for p in unfinished if not p.diverged.exists()]
+    names = [
+        f"{paths.run.parent.name} {paths.run.name}"
+        for paths in RunPaths.below(folder)
+        if not paths.diverged.exists()
+        and not all(stage.is_done() for stage in read_run(paths.settings, study).stages(paths))
+    ]
     if names:
         warn(
             f"normattn: of {folder} not finished, and shown as far as measured: {', '.join(names)}"

@@ -121,38 +121,17 @@ def over_heads(quantity: Quantity, values: Array) -> float:
 
 
 def _layer_column(quantity: Quantity) -> Column:
-    def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
-        return over_heads(quantity, by_head(rows, quantity.name, layer))
-
-    return _number(quantity, quantity.short, value)
-
-
-def _head_column(quantity: Quantity) -> Column:
-    """The value of a query head, or of its key head for statistics of keys."""
-
-    def value(rows: pl.DataFrame, layer: int, row: Row) -> float:
-        values = by_head(rows, quantity.name, layer)
-        if not len(values):
-            return float("nan")
-        group_size = len(by_head(rows, "entropy", layer)) // len(values)
-        return float(values[row.where["head"] // group_size])
-
-    return _number(quantity, quantity.title, value)
-
-
-def _number(
-    quantity: Quantity, title: str, value: Callable[[pl.DataFrame, int, Row], float]
-) -> Column:
-    """A column of numbers without an interval: `value(rows, layer, row)`."""
+    """A column of numbers without an interval."""
 
     def estimated(view: View, row: Row) -> Estimate | None:
-        number = value(inspected(view), row.where["layer"], row)
+        values = by_head(inspected(view), quantity.name, row.where["layer"])
+        number = over_heads(quantity, values)
         return Estimate(number, units=1) if math.isfinite(number) else None
 
     def text(estimate: Estimate) -> str:
         return f"{estimate.value:.{quantity.digits}f}"
 
-    return estimate_column(quantity.name, title, estimated, text)
+    return estimate_column(quantity.name, quantity.short, estimated, text)
 
 
 def _cosine_range(view: View, row: Row) -> str | None:
@@ -174,19 +153,6 @@ def _layer_columns(view: View) -> list[Column]:
         *map(_layer_column, measured_quantities(inspected(view), QUANTITIES)),
         text_column("cosines", "cos 5–95 %", _cosine_range),
     ]
-
-
-def _head_rows(view: View) -> list[Row]:
-    rows = inspected(view)
-    return [
-        Row(f"{name}, head {head}", {"layer": layer, "head": head})
-        for layer, name in layers(rows).items()
-        for head in range(len(by_head(rows, "entropy", layer)))
-    ]
-
-
-def _head_columns(view: View) -> list[Column]:
-    return [*map(_head_column, measured_quantities(inspected(view), QUANTITIES))]
 
 
 def _notes(view: View) -> Sequence[str]:
@@ -357,17 +323,6 @@ STUDY = Study(
                 "before any normalisation.",
             ),
             head="layer",
-        ),
-        Table(
-            "heads",
-            "Every head",
-            _head_rows,
-            _head_columns,
-            notes=(
-                "Norms of keys are those of the query head's key head. Values by position are in "
-                "measurements.parquet.",
-            ),
-            head="head",
         ),
     ),
     figures=figures,

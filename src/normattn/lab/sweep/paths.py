@@ -18,16 +18,15 @@ class RunPaths:
 
     - `run`: the directory of its results. `continued`: trainings that continue from `run`.
     - `job`: the directory of its child process, separate because a run directory accepts only files
-      of a training. It holds `settings` (what the child does), `done` (a copy, written at the end),
-      `diverged` (the measurement that the training ended in NaN), `log` (the child's output),
-      `progress`, and the `lock` that a running child holds.
+      of a training. It holds `settings` (what the child does), `diverged` (the measurement that the
+      training ended in NaN), `log` (the child's output), `progress`, and the `lock` that a running
+      child holds.
     """
 
     run: Path
     continued: Path
     job: Path
     settings: Path
-    done: Path
     diverged: Path
     log: Path
     progress: Path
@@ -38,7 +37,7 @@ class RunPaths:
         """The paths of the run (variant, seed) below `out`."""
         name = Path(variant) / f"seed{seed}"
         job = out / "jobs" / name
-        files = ("cell.json", "done.json", "diverged.parquet", "log.txt", "progress.json", ".lock")
+        files = ("cell.json", "diverged.parquet", "log.txt", "progress.json", ".lock")
         return cls(out / "cells" / name, out / "continued" / name, job, *(job / n for n in files))
 
     @classmethod

@@ -26,7 +26,7 @@ from normattn.lab.stats.arrays import keep_common_data
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import DIVERGED, FINISHED, Job, Launcher, Local, Needs, run_jobs
-from normattn.lab.sweep.paths import RunPaths, read_or_empty, write_if_changed, write_progress
+from normattn.lab.sweep.paths import RunPaths, write_if_changed, write_progress
 from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
 from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep
 from normattn.lab.training.distributed import choose_device
@@ -153,9 +153,8 @@ def _prepare(console: Console, sweep: Sweep) -> None:
 
 
 def is_done(sweep: Sweep, run: Run) -> bool:
-    """Whether this run has ended with the same settings, and its results still exist."""
-    same_settings = read_or_empty(sweep.paths(run).done) == run.model_dump(mode="json")
-    return same_settings and all(stage.is_done() for stage in sweep.stages(run))
+    """Whether nothing is left to do in this run."""
+    return all(stage.is_done() for stage in sweep.stages(run))
 
 
 def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
@@ -219,7 +218,6 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
                 measurements.write(paths.diverged, diverged)
                 warn(f"normattn: {error}")
                 return DIVERGED
-        write_if_changed(paths.done, run.model_dump(mode="json"))
     return FINISHED
 
 
