@@ -201,8 +201,8 @@ def _of_sweep(setting: Setting, place: Path, out: Path) -> list[Work]:
 
 def _again(setting: Setting, place: Path, out: Path) -> None:
     """Do what `reproduce` does, in this process: each unfinished run, then the page."""
+    from normattn.io import write_json
     from normattn.lab.studies import find
-    from normattn.lab.sweep.paths import write_if_changed
     from normattn.lab.sweep.run import Request
     from normattn.lab.sweep.runner import _open, is_done, run_child
 
@@ -217,7 +217,7 @@ def _again(setting: Setting, place: Path, out: Path) -> None:
             if not is_done(sweep, run):
                 paths = sweep.paths(run)
                 fields = run.model_dump(mode="json")
-                write_if_changed(paths.settings, {"study": study.name, **fields})
+                write_json(paths.settings, {"study": study.name, **fields})
                 run_child(paths.job, study)
         config = sweep.config.model_dump(mode="json")
         study.report(study.measurements(place), out / "again", config)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from normattn.errors import InputError
-from normattn.io import read_object
+from normattn.io import read_object, write_json
 from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.report.output import page_json, page_markdown
 from normattn.lab.report.page import context
@@ -26,7 +26,6 @@ from normattn.lab.studies.language import evaluation_sets
 from normattn.lab.studies.preset import EvaluationSettings
 from normattn.lab.sweep import paths as sweep_paths
 from normattn.lab.sweep import runner
-from normattn.lab.sweep.paths import write_if_changed
 from normattn.lab.sweep.run import Request, Run, Sweep
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.init_from import new_model
@@ -50,7 +49,7 @@ def run(study: Study, sweep: Sweep) -> None:
 
 def one_run(study: Study, sweep: Sweep, each: Run) -> int:
     paths = sweep.paths(each)
-    write_if_changed(paths.settings, {"study": study.name, **each.model_dump(mode="json")})
+    write_json(paths.settings, {"study": study.name, **each.model_dump(mode="json")})
     return runner.run_child(paths.job, study)
 
 

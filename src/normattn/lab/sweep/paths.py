@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.io import read_object, write_json
+from normattn.io import read_object
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ def belongs_to_study(run: Path) -> bool:
     """Whether a run is in a study's directory, so that the study reports its measurements."""
     names = ("config.json", "cells", "jobs")
     return any(all((folder / n).exists() for n in names) for folder in run.resolve().parents)
-
-
-def write_if_changed(path: Path, value: dict[str, Any]) -> None:
-    """Write `value` as JSON unless the file holds it already."""
-    if read_or_empty(path) != value:
-        write_json(path, value)
 
 
 def write_progress(path: Path, value: dict[str, Any]) -> None:

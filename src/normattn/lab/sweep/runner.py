@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.table import Table
 
 from normattn.errors import DivergedError, InputError
-from normattn.io import read_object
+from normattn.io import read_object, write_json
 from normattn.lab.report.tables import EMPTY_CELL
 from normattn.lab.report.terminal import print_line, print_report
 from normattn.lab.report.view import View
@@ -26,7 +26,7 @@ from normattn.lab.stats.arrays import keep_common_data
 from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import DIVERGED, FINISHED, Job, Launcher, Local, Needs, run_jobs
-from normattn.lab.sweep.paths import RunPaths, write_if_changed, write_progress
+from normattn.lab.sweep.paths import RunPaths, write_progress
 from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
 from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep
 from normattn.lab.training.distributed import choose_device
@@ -164,7 +164,7 @@ def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
     a user's study is an argument.
     """
     paths = sweep.paths(run)
-    write_if_changed(paths.settings, {"study": study.name, **run.model_dump(mode="json")})
+    write_json(paths.settings, {"study": study.name, **run.model_dump(mode="json")})
     paths.progress.unlink(missing_ok=True)
     name = str(study.source.resolve()) if study.source else study.name
     return Job(run.name, ("-m", "normattn", "_cell", "--study", name, str(paths.job)), paths.log)
