@@ -22,7 +22,7 @@ from normattn.lab.studies.extend import KIND as EXTEND
 from normattn.lab.studies.reading import KIND as READING
 from normattn.lab.sweep.collect import write_corpora
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.runner import read_run, study_named
+from normattn.lab.sweep.runner import read_run
 from normattn.terminal import warn
 
 
@@ -100,10 +100,7 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
     config, kind = _configuration(folder)
     file = folder / measurements.FILE
     if kind is not None and (folder / "jobs").is_dir():
-        cells = RunPaths.below(folder)
-        study = find_typed(study_name) if study_name else find(kind)
-        if cells and not study_name:
-            study = _registered(study_named(cells[0].settings), cells[0].settings)
+        study = find_typed(study_name) if study_name else _registered(kind, folder / "config.json")
         measured = study.measurements(folder)
         _warn_of_unfinished(study, folder)
     elif kind in COMMAND_STUDIES and not file.is_file():

@@ -47,20 +47,14 @@ def collect_measurements(
 
 
 def _training_identity(paths: RunPaths) -> Identity:
-    """The identity of a run's training; raises `InputError` for settings of another directory."""
-    stored, damaged = read_object(paths.settings), f"{paths.settings} is damaged"
-    expected = {"variant": paths.run.parent.name, "seed": int(paths.run.name.removeprefix("seed"))}
-    for name, value in expected.items():
-        if stored.get(name) != value or type(stored[name]) is not type(value):
-            raise InputError(
-                f"{damaged}: {name} is {stored.get(name)!r:.40} there, but its directory is that "
-                f"of {value!r}"
-            )
-    row, factors = stored.get("row") or stored["variant"], stored.get("factors") or {}
-    values = factors.values() if isinstance(factors, dict) else [None]
-    if not isinstance(row, str) or not all(isinstance(v, str | int | float) for v in values):
-        raise InputError(f"{damaged}: its row or its factors are not plain values")
-    return training_identity(row, stored["seed"], factors)
+    """The identity of a run's training; raises `InputError` for damaged settings."""
+    variant, seed = paths.run.parent.name, int(paths.run.name.removeprefix("seed"))
+    stored = read_object(paths.settings)
+    row, factors = stored.get("row") or variant, stored.get("factors") or {}
+    known = (stored.get("variant"), stored.get("seed")) == (variant, seed)
+    if not (known and isinstance(row, str) and isinstance(factors, dict)):
+        raise InputError(f"{paths.settings} is damaged: it does not describe {paths.run}")
+    return training_identity(row, seed, factors)
 
 
 def training_identity(row: str, seed: int, factors: Mapping[str, Factor] | None = None) -> Identity:
