@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -83,8 +84,11 @@ def _curves(figure: Curves) -> Any:
         lines.setdefault(line.label, line)
     families = [line.family or line.label for line in lines.values()]
     order = list(dict.fromkeys((*figure.first, *families)))
+    colours = dict(zip(order, cycle(COLOURS), strict=False))
     channels = {
-        "color": _legend(alt.Color, lines, [_colour(order.index(name)) for name in families]),
+        "color": _legend(
+            alt.Color, lines, [colours[name] for name in families]
+        ),
         "strokeDash": _legend(
             alt.StrokeDash,
             lines,
@@ -119,15 +123,6 @@ def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> A
     names = list(lines)
     scale = alt.Scale(domain=names, range=list(values))
     return channel("line:N", sort=names, scale=scale, legend=legend)
-
-
-def _colour(position: int) -> str:
-    """The colour of the family at this position.
-
-    Repeated colours skip the first, which belongs to the reference, such as the unmodified model.
-    """
-    count = len(COLOURS)
-    return COLOURS[position if position < count else 1 + (position - count) % (count - 1)]
 
 
 def _highlighted(panels: Sequence[Panel]) -> list[str]:

@@ -63,27 +63,13 @@ class EvaluationSettings(Settings):
     - `split`: settings are chosen on "validation", tables made on "test".
     """
 
-    protocols: tuple[Protocol, ...] = PROTOCOLS
-    multiples: tuple[int, ...] = (1, 2, 4, 8)
+    protocols: tuple[Protocol, ...] = Field(default=PROTOCOLS, min_length=1)
+    multiples: Annotated[tuple[Annotated[int, Field(ge=1)], ...], RISING] = (1, 2, 4, 8)
     max_windows: int = Field(default=128, ge=1)
     max_tokens: int = Field(default=16384, ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(default=0, ge=0)
     split: Literal["test", "validation"] = "test"
-
-    @field_validator("multiples")
-    @classmethod
-    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or list(value) != sorted(set(value)) or value[0] < 1:
-            raise ValueError(f"multiples must rise and start at 1 or above, got {list(value)}")
-        return value
-
-    @field_validator("protocols")
-    @classmethod
-    def _some(cls, value: tuple[Protocol, ...]) -> tuple[Protocol, ...]:
-        if not value or len(set(value)) != len(value):
-            raise ValueError(f"name at least one protocol, each once, got {list(value)}")
-        return value
 
     @property
     def factor(self) -> float:
@@ -110,17 +96,11 @@ class StudyPreset(Settings):
     seeds: int = Field(default=1, ge=1, le=1000)
     training: dict[str, Any]
 
-    @property
-    def layers(self) -> dict[str, Mapping[str, Any]]:
-        """Every group of training settings, by its dotted name."""
-        return {"training": self.training}
-
     @model_validator(mode="after")
     def _refuse_varied(self) -> StudyPreset:
-        for group, layer in self.layers.items():
-            for name in ("seed", *self.varied):
-                if value_at(layer, name) is not None:
-                    raise ValueError(f"{group}.{name} is varied by the study, not set by a preset")
+        for name in ("seed", *self.varied):
+            if value_at(self.training, name) is not None:
+                raise ValueError(f"training.{name} is varied by the study, not set by a preset")
         return self
 
     def whole_training(

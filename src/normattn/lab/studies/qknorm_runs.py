@@ -218,16 +218,6 @@ class QKNormPreset(StudyPreset):
     def _complete(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return merged(TRAINED_WITH, value)
 
-    @property
-    def layers(self) -> dict[str, Mapping[str, Any]]:
-        """The training settings of every experiment, and those that rows add."""
-        experiments = {"rates": self.rates, "vision": self.vision}
-        return {
-            **super().layers,
-            **{f"{name}.training": group.training for name, group in experiments.items() if group},
-            **{f"trained_with.{name}": layer for name, layer in self.trained_with.items()},
-        }
-
 
 # Runs
 

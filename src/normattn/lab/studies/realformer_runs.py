@@ -150,12 +150,6 @@ class RealFormerPreset(StudyPreset):
     grid: GridSettings
     evaluation: ScoringSettings = ScoringSettings()
 
-    @property
-    def layers(self) -> dict[str, Mapping[str, Any]]:
-        """The training settings of all sizes, and of each."""
-        sizes = {f"sizes.{name}.training": size.training for name, size in self.sizes.items()}
-        return {**super().layers, **sizes}
-
 
 # Runs
 
