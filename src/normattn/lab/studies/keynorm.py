@@ -8,7 +8,7 @@ row for every training-time component, and every inference-time method on Baseli
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from normattn.lab.studies.methods import (
 )
 from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
-from normattn.score.parts import Part, parts
+from normattn.score.parts import parts
 from normattn.score.spec import UNMODIFIED
 
 BASES = ("Baseline", "Baseline-logn", "KNA", "KNA-logn", "CosA", "CosA-logn")
@@ -81,9 +81,7 @@ def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], 
     return tuple(dict.fromkeys(trained)), untrained
 
 
-def extended_variants(
-    layers: int, components: Mapping[str, type[Part]] | None = None
-) -> tuple[str, ...]:
+def extended_variants(layers: int) -> tuple[str, ...]:
     """The rows of the extended table: `BASES`, and one for every other training-time component.
 
     Other norms are left to `reproduce mechanism`. Each component is added alone, with its default
@@ -92,7 +90,7 @@ def extended_variants(
     n-th layer changes the last one where n exceeds `layers`.
     """
     rows = list(BASES)
-    for name, part in (parts() if components is None else components).items():
+    for name, part in parts().items():
         if part.when != "training-time" or name in ("RoPE", "logn"):
             continue
         if part.slot.value == "order":
