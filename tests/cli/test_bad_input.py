@@ -30,7 +30,7 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
         (["--score", ""], ["is empty", "--score"]),
         (["--steps", "0"], ["--steps", "1"]),
         (["--heads", "3"], ["16", "3 heads"]),
-        (["--vocab-size", "12"], ["vocab_size", "at least 257", "12"]),
+        (["--set", "data.vocab_size=12"], ["vocab_size", "at least 257", "12"]),
         (["--optimiser", "sgd"], ["optimiser", "adamw", "tiger"]),
         (["--colour", "red"], ["--colour"]),
         (["--set", "model.dims=8"], ["model.dims", "did you mean model.dim"]),

@@ -160,9 +160,10 @@ def test_another_block_alone_is_enough(
     command: Command, tmp_path: Path, preset: str, block: str
 ) -> None:
     """What the preset says of its own block does not stand in the way of another."""
-    command.done("train", "--preset", preset, "--block", block, "--plan", "--out", tmp_path)
-    both = ("--block", "gau", "--heads", "4")
-    refused = command("train", "--preset", preset, *both, "--plan", "--out", tmp_path)
+    asked = ("train", "--preset", preset, "--plan", "--out", tmp_path)
+    command.done(*asked, "--set", f"model.block={block}")
+    both = ("--set", "model.block=gau", "--heads", "4")
+    refused = command(*asked, *both)
     assert "has one head" in refused.sentence
 
 

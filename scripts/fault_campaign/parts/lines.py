@@ -20,8 +20,8 @@ VALUES = (
     *("model.dim=9999999999", "steps=0", "a=[[[[1]]]]", "model.layers=99999999", "no.such=1"),
 )
 OPTIONS = {
-    "train": "--score --steps --length --dim --layers --heads --block --placement --vocab-size "
-    "--batch-size --lr --precision --seed --threads --preset --set --corpus",
+    "train": "--score --steps --length --dim --layers --heads --placement "
+    "--batch-size --lr --precision --seed --preset --set --corpus",
     "evaluate": "--methods --protocols --multiples --max-windows --seed",
     "generate": "--method --max-new-tokens --temperature --top-k --top-p --stop --seed",
     "inspect": "--text --method --length --windows --bins --attention --out --seed",

@@ -99,14 +99,10 @@ raises an error.
     dim: int | None = option(None, setting="model.dim", min=1, help="Width of the model.")
     layers: int | None = option(None, setting="model.layers", min=1, help="Blocks of the model.")
     heads: int | None = option(None, setting="model.heads", min=1, help="Query heads (block mha).")
-    block: str | None = option(None, setting="model.block", help="mha or gau.")
     placement: str | None = option(
         None,
         setting="model.placement",
         help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale, AttnRes or nGPT.",
-    )
-    vocab_size: int | None = option(
-        None, setting="data.vocab_size", min=2, help="Tokens of the tokeniser; text needs 257."
     )
     batch_size: int | None = option(None, setting="batch_size", min=1, help="Sequences in a step.")
     optimiser: str | None = option(None, setting="optimiser.name", help="adamw, tiger or muon.")
@@ -114,9 +110,6 @@ raises an error.
     precision: str | None = option(None, setting="precision", help="fp32, bf16 or fp16.")
     seed: int | None = option(
         None, setting="seed", min=0, help="Seed of weights, order and dropout."
-    )
-    threads: int | None = option(
-        None, setting="threads", min=1, help="CPU threads of this process."
     )
     track: str | None = option(
         None,

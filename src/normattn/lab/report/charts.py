@@ -86,9 +86,7 @@ def _curves(figure: Curves) -> Any:
     order = list(dict.fromkeys((*figure.first, *families)))
     colours = dict(zip(order, cycle(COLOURS), strict=False))
     channels = {
-        "color": _legend(
-            alt.Color, lines, [colours[name] for name in families]
-        ),
+        "color": _legend(alt.Color, lines, [colours[name] for name in families]),
         "strokeDash": _legend(
             alt.StrokeDash,
             lines,
