@@ -183,15 +183,6 @@ def test_a_run_without_digests_is_read(command: Command, run: Path, tmp_path: Pa
     command.done("export", run, tmp_path / "model")
 
 
-def test_a_record_that_is_a_folder_is_refused_before_the_work(command: Command, run: Path) -> None:
-    line = ["evaluate", run, "--multiples", "1", "--max-windows", "1"]
-    command.done(*line)
-    record = min((run / "evaluations").glob("*.parquet"))
-    record.unlink()
-    record.mkdir()
-    assert f"{record} is not a file" in command(*line).sentence
-
-
 def test_a_finished_run_whose_model_is_damaged_says_how_to_go_on(
     command: Command, run: Path, tiny: Path
 ) -> None:
