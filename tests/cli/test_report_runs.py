@@ -238,7 +238,6 @@ def _study(folder: Path, cell: object = None) -> Path:
             for fields in (
                 {"variant": ["KNA"], "seed": 0},
                 {"variant": "KNA", "seed": 1},
-                {"variant": "KNA", "seed": False},
                 {"variant": "KNA", "seed": 0, "row": ["KNA"]},
                 {"seed": 0},
             )
