@@ -304,9 +304,8 @@ def _with(column: str, value: float) -> object:
         (lambda f: f.with_columns(pl.col("seed").cast(pl.Int32)), "seed is Int32"),
         (lambda f: f.with_columns(pl.lit(None, pl.String).alias("row")), "no row"),
         (lambda f: pl.concat([f, f]), "twice"),
-        *((_with("sum", value), "sum is") for value in (math.inf, math.nan, 1e308, -1e200)),
-        *((_with("of", value), "of") for value in (math.inf, math.nan, 1e308, 5e-324, 1e-200)),
-        (_with("of", -1.0), "negative"),
+        *((_with("sum", value), "range") for value in (math.inf, math.nan, 1e308, -1e200)),
+        *((_with("of", value), "range") for value in (math.inf, math.nan, 1e308, 5e-324, -1.0)),
     ],
 )
 def test_what_is_refused(change: object, message: str) -> None:
