@@ -147,7 +147,7 @@ def test_a_cache_takes_a_key_for_each_query_and_values_of_one_size() -> None:
         attention(x, x, x, score, cache=cache)
         with pytest.raises(InputError, match="2 queries and 3 keys"):
             attention(x[:, :, :2], x, x, score, cache=cache)
-        with pytest.raises(InputError, match="values of 2 heads of size 8"):
+        with pytest.raises(InputError, match="2 heads of size 8"):
             attention(x, x, x[..., :4], score, cache=cache)
         assert cache.length == 3
         attention(x, x, x, score, cache=cache)
