@@ -6,9 +6,10 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from normattn.errors import InputError
 from normattn.io import parse_toml
@@ -18,7 +19,7 @@ Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """Base class of settings: frozen, and no unknown fields."""
+    """Base class of settings: frozen, no unknown fields, and no booleans for numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -32,6 +33,29 @@ class Settings(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{source}: {explain(error)}") from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_bool_for_number(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if _contains_bool(value) and name in _number_fields(cls):
+                raise ValueError(f"{name}: expected a number, not true or false")
+        return values
+
+
+def _contains_bool(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_contains_bool, value))
+    return isinstance(value, bool)
+
+
+@cache
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Return the fields whose types include numbers but not bool."""
+    types = {name: set(_types(field.annotation)) for name, field in model.model_fields.items()}
+    return frozenset(n for n, t in types.items() if t & {int, float} and not t & {bool, Any})
 
 
 def _types(annotation: Any) -> Iterator[Any]:

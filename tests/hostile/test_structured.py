@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field, ValidationError
 
 from normattn import io
 from normattn.errors import InputError
@@ -22,6 +23,7 @@ from normattn.lab.studies import preset as presets
 from normattn.lab.sweep.runner import read_run
 from normattn.lab.training.config import read_settings
 from normattn.models.pretrained import load_any
+from normattn.settings import Settings
 
 DEEP = 100_000
 HOSTILE = {
@@ -112,3 +114,39 @@ def test_a_line_without_an_end_is_refused_before_it_is_held(
     place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
     with pytest.raises(InputError, match=r"text\.jsonl:2 is longer than 1,000 bytes"):
         list(parse_corpus(str(place)).documents())
+
+
+class Inner(Settings):
+    rate: float | None = 0.1
+
+
+class Outer(Settings):
+    steps: int = 1
+    pairs: tuple[tuple[int, float], ...] = ()
+    flag: bool = False
+    either: int | bool = 0
+    label: str | int = ""
+    rates: dict[str, float] = Field(default_factory=dict)
+    anything: Any = None
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", True),
+        ("pairs", [[1, False]]),
+        ("label", True),
+        ("rates", {"a": True}),
+        ("inner", {"rate": True}),
+    ],
+)
+def test_true_is_no_number(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match="expected a number, not true or false"):
+        Outer.model_validate({field: value})
+
+
+def test_true_where_it_is_meant() -> None:
+    given = {"flag": True, "either": True, "anything": [True], "inner": {"rate": None}}
+    found = Outer.model_validate({**given, "steps": 1.0})
+    assert found.model_dump() == {**given, "steps": 1, "pairs": (), "label": "", "rates": {}}

@@ -182,6 +182,28 @@ def test_a_file_that_is_typed_is_run(folder: Path) -> None:
     assert (folder / "it-ran").exists()
 
 
+FAILING = {
+    "raises": ("x = 1\n\n\ndef ask():\n    return {}['lengths']\n\n\nask()\n", 5, "KeyError"),
+    "lacks a module": ("import os\nimport no_such_module_here\n", 2, "no_such_module_here"),
+    "ends the process": ("import sys\nsys.exit(7)\n", 2, "SystemExit"),
+    "is not valid Python": ("x = 1\nSTUDY = Study(\n", 2, "never closed"),
+    "fails below": ("import json\njson.loads('{')\n", 2, "JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_study_file_that_fails_is_named_with_its_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, line, reason = FAILING[case]
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert run("reproduce", path, "--plan") == 2
+    sentence = capsys.readouterr().err.strip().splitlines()[-1]
+    for word in (str(path), f"line {line}", reason):
+        assert word in sentence
+
+
 # Studies in files.
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-study.md"
 

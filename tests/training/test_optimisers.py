@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from normattn.errors import InputError
@@ -188,3 +189,5 @@ def test_schedules_pass_their_known_points() -> None:
     points = {10: 1.0, 60: 0.6, 35: 0.2 + 0.4 * (1 + math.sqrt(0.5)), 110: 0.2}
     for step, expected in points.items():
         assert lr_multiplier(cosine, step, 110) == pytest.approx(expected, abs=1e-15)
+    with pytest.raises(ValidationError, match="floor 0 changes nothing where the learning rate"):
+        ScheduleConfig(name="constant", floor=0.0)

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Float32, Int64
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from normattn import io
 from normattn.errors import InputError
@@ -58,6 +58,18 @@ class RelationConfig(SplitSettings):
     test_fraction: float = Field(default=0.15, gt=0, lt=1)
     validation_fraction: float = Field(default=0.15, gt=0, lt=1)
     max_bytes: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _no_unused_settings(self) -> RelationConfig:
+        names = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
+        fields = type(self).model_fields
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        if changed and self.corpus != PYTHON_IMPORTS:
+            raise ValueError(
+                f"{changed[0]} is a setting of {PYTHON_IMPORTS}; {self.corpus} has its own splits "
+                "and labels"
+            )
+        return self
 
     def open_corpus(self) -> Corpus:
         """Return the corpus; `InputError` if it or the vocabulary does not exist."""

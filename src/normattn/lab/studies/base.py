@@ -20,6 +20,7 @@ import importlib.util
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 
 import polars as pl
 
-from normattn.errors import InputError, unknown_name
+from normattn.errors import InputError, NormattnError, unknown_name
 from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.output import Written, write_page
@@ -236,7 +237,7 @@ def load(path: Path) -> Study:
     """Import the file at `path` and return its `STUDY`, with the file as its source.
 
     The file can import modules from its folder, as a script can; installed modules come first.
-    Raises `InputError` for a file that is missing or defines no study. Its own errors pass.
+    Raises `InputError` for a file that is missing, fails or defines no study.
     """
     if not path.is_file():
         raise InputError(f"the study {path} does not exist")
@@ -247,7 +248,15 @@ def load(path: Path) -> Study:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except NormattnError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [x.lineno for x in frames if Path(x.filename).resolve() == path.resolve()]
+        line = lines[-1] if lines else getattr(error, "lineno", None)
+        raise InputError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
     study = getattr(module, "STUDY", None)
     if not isinstance(study, Study):
         raise InputError(f"{path} defines no STUDY = Study(…)")

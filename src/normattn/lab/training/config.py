@@ -84,6 +84,17 @@ class ScheduleConfig(Settings):
     warmup_steps: int = Field(default=100, ge=0)
     floor: float = Field(default=0.1, ge=0.0, le=1.0)
 
+    @model_validator(mode="after")
+    def _check_floor(self) -> ScheduleConfig:
+        # The default is allowed, because saved settings contain it.
+        default = type(self).model_fields["floor"].default
+        if self.name == "constant" and self.floor != default:
+            raise ValueError(
+                f"floor {self.floor:g} changes nothing where the learning rate stays constant; "
+                f"leave it at {default:g}, or take cosine"
+            )
+        return self
+
 
 class LoopConfig(Settings):
     """How to train, in optimiser steps.
