@@ -140,7 +140,7 @@ def _check_numbers(value: Any, bits: int, finite: bool) -> None:
             _check_numbers(member, bits, finite)
     elif isinstance(value, float) and finite and not math.isfinite(value):
         raise ValueError("a number is beyond every floating-point number")
-    elif isinstance(value, int) and value.bit_length() > bits:
+    elif isinstance(value, int) and not -(2**bits) <= value < 2**bits:
         raise ValueError(f"an integer has more than {bits} bits")
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from normattn.errors import InputError
 from normattn.kernels.stats import observers, unobserved
 from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
@@ -304,11 +305,17 @@ def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:
     """Switch activation checkpointing of a model on or off.
 
     The backward pass then recomputes the activations within each block: only the blocks' inputs are
-    kept, for about a third more computation. Gradients are the same for every score.
+    kept, for about a third more computation. Gradients are the same for every score. Raises
+    `InputError` for a model without `Blocks`.
     """
-    for module in model.modules():
-        if isinstance(module, Blocks):
-            module.activation_checkpointing = on
+    stacks = [module for module in model.modules() if isinstance(module, Blocks)]
+    if not stacks:
+        raise InputError(
+            f"activation checkpointing needs a model of normattn's blocks; a "
+            f"{type(model).__name__} has none"
+        )
+    for stack in stacks:
+        stack.activation_checkpointing = on
 
 
 def _recompute_options() -> dict[str, Any]:
