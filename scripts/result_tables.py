@@ -138,6 +138,17 @@ def changes(folder: str, names: Sequence[str]) -> str:
     return lines([*header, "NTK", "YaRN", "ReRoPE"], body)
 
 
+def beside_the_post() -> str:
+    """Accuracy on held-out text at 8 L of the post's 32 rows, here and in the post."""
+    known = rows("keynorm-base", "source")
+    body = []
+    for name in EIGHT:
+        pairs = [known[f"{name}{method}"] for method in READINGS]
+        cells = [f"{plain('non_repeated')(row)} ({row['non_repeated_source']})" for row in pairs]
+        body.append([f"`{name}`", *cells])
+    return lines(["held-out text, 8 L: here (post)", "unmodified", "NTK", "YaRN", "ReRoPE"], body)
+
+
 def verdicts() -> str:
     """Every claim about KNA in the three architectures."""
     folders = ("keynorm-workstation-onehead", "keynorm-workstation-mha", "keynorm-workstation")
@@ -334,7 +345,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "together": together,
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
-    "base": partial(changes, "keynorm-base", ("Baseline", "KNA", "CosA-logn", KEYNORM[3])),
+    "base": partial(changes, "keynorm-base", (*EIGHT, KEYNORM[3])),
+    "post": beside_the_post,
     "newer": partial(changes, "keynorm-base", NEWER),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),

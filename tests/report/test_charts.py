@@ -110,6 +110,9 @@ def test_four_lines_that_end_far_apart_are_highlighted() -> None:
     curves = Curves("c", "c", (Panel("", tuple(lines), "x", "y"),))
     chosen = next(part for part in parts(vega_lite(curves)) if "select" in part)
     assert {line["line"] for line in chosen["value"]} == {"0", "2", "4", "8"}
+    curves = replace(curves, featured=("5",))
+    chosen = next(part for part in parts(vega_lite(curves)) if "select" in part)
+    assert {line["line"] for line in chosen["value"]} == {"0", "4", "5", "8"}
 
 
 # The page as HTML.

@@ -99,7 +99,9 @@ def _curves(figure: Curves) -> Any:
         fields=["line"],
         bind="legend",
         toggle="true",
-        value=[{"line": name} for name in _highlighted(panels)] if many else alt.Undefined,
+        value=[{"line": x} for x in _highlighted(panels, figure.featured)]
+        if many
+        else alt.Undefined,
     )
     shared = _limits([line for panel in panels for line in panel.lines], panels[0].log_y)
     columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
@@ -123,9 +125,10 @@ def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> A
     return channel("line:N", sort=names, scale=scale, legend=legend)
 
 
-def _highlighted(panels: Sequence[Panel]) -> list[str]:
-    """The lines to highlight: the first of each panel, controls, and those that end far apart."""
-    highlighted: list[str] = []
+def _highlighted(panels: Sequence[Panel], featured: Sequence[str]) -> list[str]:
+    """The lines to highlight: featured ones, the first of each panel, controls, some far apart."""
+    drawn = {line.label for panel in panels for line in panel.lines}
+    highlighted = [name for name in featured if name in drawn]
     considered: set[str] = set()
     for panel in panels:
         ends = {line.label: line.points[-1].value for line in panel.lines if line.points}

@@ -58,7 +58,7 @@ class Curves:
     """Panels of lines; lines with one label are highlighted together.
 
     The families in `first` have the first colours, present or not, so that each has the same colour
-    in all figures with the same `first`.
+    in all figures with the same `first`. Lines labelled as in `featured` are always highlighted.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Curves:
     panels: tuple[Panel, ...]
     shared_y: bool = True
     first: tuple[str, ...] = ()
+    featured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,7 @@ def _by_method(
                 label = row if applied == method else row_of(row, applied).label
                 lines.append(Line(label, plotted, row, control=applied != method))
         panels.append(Panel(method or UNMODIFIED, tuple(lines), x_title, "accuracy (%)", **axes))
-    return Curves(name, title, tuple(panels), first=COLOUR_ORDER)
+    return Curves(name, title, tuple(panels), first=COLOUR_ORDER, featured=("KNA",))
 
 
 def position_figures(view: View) -> list[Figure]:
