@@ -82,7 +82,8 @@ def is_slow_dtype(q: Float[Tensor, "b h t d"]) -> bool:
     """Whether torch's kernel is faster in float32 than in the half precision of these queries.
 
     Scores are in float32 either way. On a CPU with AVX-512 and without AMX a forward in bfloat16
-    takes 1.6 times as long as in float32, and a backward twice as long. A single query is excluded:
+    took 1.6 times as long as in float32, and a backward twice as long; on another, the same and
+    0.8 times as long. torch names no feature that tells the two apart. A single query is excluded:
     converting all keys would take longer than attending to them.
     """
     if q.device.type != "cpu" or q.element_size() != 2 or q.shape[2] == 1:
