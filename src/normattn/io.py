@@ -255,8 +255,8 @@ def write_json(path: Path, value: Any) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None], replace: bool = False) -> None:
     """Write a folder atomically: `fill` fills a temporary folder, which is renamed to `path`.
 
-    `path` must not exist or be empty, else `InputError`, and nothing changes. With `replace`, an
-    existing folder is replaced as a whole.
+    Raises `InputError`, and changes nothing, unless `path` is absent or an empty folder. With
+    `replace`, an existing folder is replaced as a whole.
     """
     target = path if replace else Path(os.path.realpath(path))
     with explain_os_errors(target):

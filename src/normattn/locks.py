@@ -43,8 +43,8 @@ class InUseError(InputError):
 def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
     """Hold the lock `file` inside; create it and its folder if needed.
 
-    Waits up to `seconds` (0: not at all) for another holder. A holder that is about to end, because
-    it or its parent was killed, is always waited for, with a message on stderr. Raises `InUseError`
+    Waits for another holder for up to `seconds`, and for at least one second. If the holder or its
+    parent was killed, the wait is at least a minute, with a message on stderr. Raises `InUseError`
     if the lock is still held then, and `InputError` if it cannot be created or the file system has
     no locks (a marker file would outlive a killed holder).
     """

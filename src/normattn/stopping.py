@@ -78,9 +78,9 @@ class StopRequest:
     """A context that records signals, so that work can save its state and stop.
 
     `by` is the name of the first signal, `count` their number. With `insist` a second signal acts
-    as outside of this context. A SIGTERM soon after another counts as the same: a scheduler signals
-    all processes of a tree, and parents also forward it to their children. Outside the main thread,
-    where Python allows no handlers, nothing is recorded.
+    as outside of this context. A SIGTERM soon after the first signal counts as the same: a
+    scheduler signals all processes of a tree, and parents also forward it to their children.
+    Outside the main thread, where Python allows no handlers, nothing is recorded.
     """
 
     def __init__(self, insist: bool = True) -> None:

@@ -137,6 +137,7 @@ def test_best_orders_equal_values_by_place(rows: list[list[int]], count: int) ->
         ({"beam": 0}, "beam must be a whole number"),
         ({"max_length": 0}, "max_length must be a whole number"),
         ({"length_penalty": -1.0}, "length_penalty is -1.0"),
+        ({"sources": []}, "there is no source"),
         ({"sources": [[3], []]}, "a source has no tokens"),
         ({"sources": [[3, 0, 4]]}, "holds the padding token"),
         ({"sources": [[3, 9]]}, "vocabulary is 0 to 6"),

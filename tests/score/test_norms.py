@@ -103,6 +103,9 @@ def test_batch_norm_and_its_running_statistics_are_torchs(padding: Tensor | None
     alone = norm("batch")
     assert (alone(torch.ones(1, H, 1, D)) == 0).all()
     assert alone.running_var.isfinite().all()  # type: ignore[operator]
+    before = alone.running_var.clone()  # type: ignore[operator]
+    alone(torch.ones(1, H, 2, D), torch.ones(1, 2, dtype=torch.bool))
+    assert torch.equal(alone.running_var, before)  # type: ignore[arg-type]
 
 
 def test_batch_norm_counts_a_batch_once_where_a_backward_computes_it_again() -> None:

@@ -188,8 +188,8 @@ class Selection:
 class PairBias:
     """A bias of query-key pairs that depends on more than their distance.
 
-    `compute(score, mask, table)` returns b(h, i, j), (..., H, T, S). It gets scores that are −∞
-    where a key is hidden, and must be finite there. `table` holds numbers computed from each query.
+    `compute(score, mask, table)` returns b(h, i, j), (..., H, T, S). Where a key is hidden, the
+    score is −∞, and b must be finite. `table` holds numbers computed from each query.
     `numbers` counts the temporary numbers per pair, beyond the scores.
     """
 

@@ -110,14 +110,15 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
             of other documents and counts positions within each. A document is a run of one number;
             the same number later in the row is another document. Padding does not end a document.
         dropout_p: probability of dropping an attention weight.
-        backend: auto, or the name of a kernel. `reference` is the definition in plain operations:
-            float64, any derivative, torch.func.
+        backend: auto, or the name of a kernel. `reference` is the definition in plain operations,
+            for any derivative and torch.func.
         residual: the state that layer n shares with those below, for a score with `RealFormer`,
             `ResidualQK`, `ResidualQKV` or `ValueResidual`: `residual_layers(spec, layers)[n]`.
         gate: for a score with `Gate`, the logits whose `act` multiplies o, (B, T, H·E), or
             (B, T, H) per head; with `DifferentialV2` those of λ of each output, (B, T, H/2).
-        forget: for a score with `FoX`, the logits of the forget gate of each key (B, S, H).
-            `FoX` and `Selective` need increasing positions; only uncompiled code checks this.
+        forget: for a score with `FoX`, the logits of the forget gate of each key in k (B, S, H).
+            `FoX`, `Selective` and `XSA` need positions that do not decrease; this is not checked in
+            compiled code or with a cache.
         return_lse: return o and ℓ (B, H, T), where ℓ_i = ln Σ_j exp s(i, j) over the keys that
             query i sees and a learned sink. ℓ is in float32 or wider, differentiable, and −∞
             where nothing is seen. `normattn.kernels.merge_by_lse` merges two shards of keys.

@@ -87,9 +87,9 @@ class KeyValueCache:
     """Keys (of `Score.cache_keys`) and values of the tokens that one layer has processed.
 
     Memory grows by doubling. `max_length` allocates it at the first token and refuses more tokens.
-    With a sliding `window`, keys that no later token can see are dropped: at most about 2·window
-    tokens and the last call are held. A cache works with the score that filled it, and for
-    inference only: tensors that require a gradient raise an error.
+    With a sliding `window`, keys that no later token can see are dropped: about 2·window tokens (64
+    at first) and the last call are held at most. A cache works with the score that filled it, and
+    for inference only: tensors that require a gradient raise an error.
 
     `length` counts the tokens processed; keys of the first `dropped` are no longer held.
     """
@@ -173,7 +173,7 @@ class KeyValueCache:
         self._rotated = {name: keys for name, keys in self._rotated.items() if name in kept}
 
     def selection(self, first: int, keys: Tensor, padding: Tensor | None) -> Selection:
-        """The `Selection` of the first tokens from all held keys: 0 for keys after them."""
+        """What the first `first` tokens have selected of the held keys; 0 for later keys."""
         dtype = at_least_float32(keys.dtype)
         sums = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=dtype)
         if first:

@@ -22,12 +22,12 @@ class GatedAttentionUnit(SelfAttention):
     q = γ_q ⊙ z (+ β_q), k = γ_k ⊙ z (+ β_k); one head. Shapes: (B, T, dim) → (B, T, dim).
 
     The defaults are GAU-α. `offset=True` adds β_q and β_k, initially 0, `bias=True` the biases of
-    the two matmuls. γ starts at 1: q = k, so every token first attends to itself. (A model's
+    the two matmuls. γ starts at 1: q = k, so a token first attends mostly to itself. (A model's
     `gamma_std` draws γ; the paper's deviation is 0.02.) `separate_qk=True` gives q and k their own
     linear projections, without swish, γ and β. The weight of `expand` holds the rows of u, v, z, or
-    of u, v, q, k. `dropout` is the probability of dropping an attention weight in training.
-
-    Raises `InputError` for a size below 1. Source: arXiv 2202.10447; kexue 8934, 9052.
+    of u, v, q, k. `dropout` is the probability of dropping an attention weight in training. Raises
+    `InputError` for a size below 1, and for `offset` with `separate_qk`. Source: arXiv 2202.10447;
+    kexue 8934, 9052.
     """
 
     def __init__(

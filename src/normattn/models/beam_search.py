@@ -58,12 +58,14 @@ def beam_search(
     so at most K end. A source is done when no beam is left, or when no open hypothesis could exceed
     its best score. Padding and begin tokens are never generated. Ties go to the hypothesis that
     ranked higher before, then to the smaller token id. A source's result does not depend on the
-    others. Raises `InputError` for an empty source, unknown ids and settings out of range.
+    others. Raises `InputError` for no or empty sources, unknown ids and settings out of range.
     """
     most = 1 if max_length is None else max_length
     require_sizes("translate", beam=beam, max_length=most)
     if not 0 <= length_penalty <= 10:
         raise InputError(f"length_penalty is {length_penalty}; it must be from 0 to 10")
+    if not sources:
+        raise InputError("there is no source: give at least one")
     if any(model.config.pad_id in source for source in sources):
         raise InputError("a source holds the padding token: give sources without padding")
     limits = [max_length or 2 * len(source) + 10 for source in sources]

@@ -100,8 +100,8 @@ class CausalLM(TokenModel):
     def loss(self, ids: Int[Tensor, "b t1"], backend: str = "auto") -> LinearCrossEntropy:
         """Mean cross-entropy, in nats, of ids[:, 1:] given ids[:, :-1], and correct predictions.
 
-        Only `backend` "reference" stores all (B, T, V) logits. Raises `InputError` below two
-        tokens.
+        Only `backend` "reference" and torch.func store all (B, T, V) logits. Raises `InputError`
+        below two tokens.
         """
         _num_targets(ids)
         hidden = self.hidden(ids[:, :-1], backend=backend).flatten(0, 1)

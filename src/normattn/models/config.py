@@ -59,13 +59,15 @@ class StackConfig(Settings):
             (None: dim / heads).
         block: "mha" is attention and a feed-forward layer, "gau" one gated attention unit with one
             head. Fields of the other kind are refused.
-        train_length: number of tokens of a training sequence.
+        train_length: tokens of a training sequence (default: what the score states, as `@512`).
         score: a `ScoreSpec` or its text, resolved with `train_length`; `score.layer` gives
             each layer's.
         placement: where norm and residual are. Fields of a norm that is not used are refused.
         residual_block: the number of sub-layers whose outputs AttnRes sums before attending.
         eps_placement: whether an RMSNorm adds `norm_eps` inside or outside the square root.
         hidden: feed-forward width (None: 8/3 of `dim` for SwiGLU, 4 `dim` for GELU).
+        key_size, expansion: a gated attention unit's head size, and its values' width over `dim`.
+        dropout: probability of dropping attention weights and sub-layers' outputs in training.
         shared_layers: all layers share the weights of one block (ALBERT, arXiv 1909.11942).
         qkv_bias: queries, keys and values of self-attention have a bias (Qwen2), initially 0.
         separate_qk: a gated attention unit has separate projections of q and k.
@@ -76,7 +78,7 @@ class StackConfig(Settings):
         gamma_std: deviation of a gated attention unit's γ_q and γ_k (None: ones; a token then
             first attends mostly to itself).
 
-    Raises `InputError` with one sentence for each value out of range.
+    Raises `InputError` for the first setting that is out of range or has no effect.
     """
 
     causal: ClassVar[bool] = True

@@ -74,9 +74,9 @@ class CrossContext(NamedTuple):
 class TokenModel(nn.Module):
     """Base class of models of one token sequence: embedding, blocks, and the norms around them.
 
-    PreLN and ReZero end in a norm. With PostLN and DeepNorm, whose blocks end in one, the embedding
-    is normalised, so every sub-layer reads a normalised stream. ReZeroNoNorm and FixedScale have
-    none.
+    PreLN, ReZero and AttnRes end in a norm. With PostLN, DeepNorm and nGPT, whose blocks end in
+    one, the embedding is normalised, so every sub-layer reads a normalised stream. ReZeroNoNorm and
+    FixedScale have none.
     """
 
     def __init__(self, config: StackConfig, num_embeddings: int) -> None:

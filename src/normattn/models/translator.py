@@ -58,7 +58,7 @@ class Translator(nn.Module):
     `model(source (B, S), target (B, T)) → logits (B, T, V)` for the token after each of `target`,
     which begins with `bos_id`. `pad_id` pads sources on either side and targets on the right. A
     source usually ends in `eos_id`, which is not added here. Norms before and after each stack are
-    as in `CausalLM`; dropout also acts on the embeddings. Only the scores encode positions. The
+    as in `TokenModel`; dropout also acts on the embeddings. Only the scores encode positions. The
     head is the target's embedding unless `tie_head` is off. `backend` is the kernel of every layer,
     as in `attention`; with "reference" the whole model is plain operations. Weights are drawn from
     torch's global generator (`initialise`). Raises `InputError` for ids outside the vocabulary (on
@@ -155,7 +155,7 @@ class Translator(nn.Module):
     ) -> LinearCrossEntropy:
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source.
 
-        Padding is ignored. Only `backend` "reference" stores the (tokens, V) logits at once.
+        Padding is ignored. Only `backend` "reference" and torch.func store all (tokens, V) logits.
         """
         hidden, next_tokens, valid = self._hidden_and_targets(source, target, backend)
         with plain_operations(backend == "reference"):

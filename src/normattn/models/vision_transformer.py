@@ -37,8 +37,8 @@ class VisionTransformer(nn.Module):
     mean of all tokens, after the final norm.
 
     Weights are drawn from torch's global generator: blocks and head as in `initialise`, the patch
-    projection with deviation 1/√fan-in, positions with 0.02. Raises `InputError` for images of
-    another shape. Source: arXiv 2010.11929; with QK-Norm: arXiv 2302.05442.
+    projection with deviation `init_std`, else 1/√fan-in, positions with 0.02. Raises `InputError`
+    for images of another shape. Source: arXiv 2010.11929; with QK-Norm: arXiv 2302.05442.
     """
 
     config_class = VisionConfig

@@ -35,9 +35,9 @@ from normattn.score.spec import ScoreSpec, as_spec
 class Score(nn.Module):
     """The score of a `ScoreSpec` for H query heads and G key heads of dimension D.
 
-    It holds the parameters and running statistics of the components; it has none if nothing is
-    learned. `use` switches inference-time components on and off. `spec` is the active
-    specification, `built` the original one.
+    It holds the components' parameters and running statistics, if any. `use` switches
+    inference-time components on and off. `spec` is the active specification, `built` the original
+    one. Raises `InputError` for sizes that the score does not support, and for a layout.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Score(nn.Module):
         return self._spec
 
     def use(self, spec: ScoreSpec) -> None:
-        """Make `spec` active; its training-time components must equal the current ones."""
+        """Make `spec` active; `InputError` if its training-time components differ."""
         spec = spec.resolve(self._spec.train_length)
         if spec.trained != self._spec.trained:
             raise InputError(

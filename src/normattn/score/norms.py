@@ -39,7 +39,8 @@ class Normalisation:
     - `across="each"`: the same statistics, a gain (H, D).
     - `across="all"`: statistics over H·D together, a gain (H, D).
 
-    LayerNorm's gain comes with a bias. BatchNorm and InstanceNorm (over tokens) leak the future.
+    Except in L2 and RMSNorm a gain comes with a bias. BatchNorm and InstanceNorm, over tokens, leak
+    the future. In DyT, Derf and these two, `across` has no effect.
     """
 
     kind: Kind
@@ -216,9 +217,10 @@ def _moments(
 
     keep = torch.ones_like(x[:1, :1, :, :1]) if padding is None else (~padding)[:, None, :, None]
     keep = keep.to(x.dtype).expand(x.shape[0], 1, -1, 1)
-    count = total(keep).clamp(min=1)
-    mean = total(x * keep) / count
-    return mean, total((x - mean) ** 2 * keep) / count, count
+    count = total(keep)
+    divisor = count.clamp(min=1)
+    mean = total(x * keep) / divisor
+    return mean, total((x - mean) ** 2 * keep) / divisor, count
 
 
 def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -22,10 +22,10 @@ from normattn.plain import cacheable
 class Positions:
     """Positions of queries (T,) or (B, T) and keys (S,) or (B, S), and n visible keys per query.
 
-    `n` has the shape of the queries; (B, 1) if all queries of a row see the same keys; (B, H, T) if
-    it was counted from a mask of each head. `regular`: positions follow from T, S and causal alone,
-    so tables can be cached. `ordered`: the queries are the last T keys, and the keys' positions
-    grow. `masked`: n was counted from a mask (`exclude_masked`).
+    `n` has the shape of the queries; (1,) or (B, 1) if all queries of a row see the same keys;
+    (B, H, T) if it was counted from a mask of each head. `regular`: positions follow from T, S and
+    causal alone, so tables can be cached. `ordered`: the queries are the last T keys, and the keys'
+    positions grow. `masked`: n was counted from a mask (`exclude_masked`).
     """
 
     query: Int[Tensor, "*bq t"]

@@ -124,14 +124,12 @@ class Rotator:
         theta: θ_m of each pair (P,), in float64.
         interleaved: features 2m and 2m + 1 are a pair, instead of m and m + P.
         growth: ln of the factor by which each pair grows per position (XPos).
-        amplitude: a factor of cos and sin, which unrotated features do not get.
         start: the first of the 2·P features that rotate.
     """
 
     theta: Float[Tensor, " p"]
     interleaved: bool
     growth: Float[Tensor, " p"] | None = None
-    amplitude: float = 1.0
     start: int = 0
 
     def at(
@@ -145,7 +143,7 @@ class Rotator:
         if isinstance(scale, Tensor):
             scale = scale.double()[..., None]
         angle = positions[..., None] * self.theta.to(positions.device)
-        size = scale * self.amplitude
+        size = scale
         if self.growth is not None:
             exponent = positions[..., None] * (self.growth * sign).to(positions.device)
             _check_overflow(exponent, self.growth, dtype)

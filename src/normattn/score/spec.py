@@ -141,7 +141,7 @@ class ScoreSpec:
 
     @classmethod
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
-        """Parse a name.
+        """Parse a text. `train_length` is L if the text has no `@L`; otherwise they must agree.
 
         `parameters` (factor=, window=, base=, …) go to the component with that field, if the text
         does not set it. Raises `InputError` for unknown components (with the nearest names),
@@ -193,7 +193,7 @@ class ScoreSpec:
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """(w, sinks): hides keys with i − j ≥ w but not the first `sinks`; w None hides no key."""
+        """(w, sinks): hides keys with |i − j| ≥ w except the first `sinks`; w None hides none."""
         if self._sliding is not None:
             return self._sliding.window, 0
         return (None, 0) if self.remapping is None else self.remapping.visible_window()

@@ -44,7 +44,7 @@ class BiasPart(Part):
 
 @dataclass(frozen=True)
 class PairBiasPart(BiasPart):
-    """A bias b(h, i, j) that depends on both positions; causal attention only.
+    """A bias b(h, i, j) that depends on both positions; causal unless `needs_causal` is False.
 
     `reads_queries`: it is computed from λ(i)·N_q(q_i), before the rotation.
     """
@@ -214,9 +214,9 @@ class FIRE(PairBiasPart):
     """A learned function of the distance as a share of the position.
 
     f is a network of one hidden layer, with `width` ReLUs and an output for each head. |c| and |μ|
-    are learned and start at 0.1 and 1. Up to position μ·T the distance is divided by μ·T, past it
-    by i, so no share is larger than in training. `threshold` T defaults to L // 4; the paper has T
-    = 512 for 2,048 tokens.
+    are learned and start at 0.1 and 1. Up to position μ·T, ψ(i − j) is divided by ψ(μ·T), past it
+    by ψ(i), so no share exceeds 1. `threshold` T defaults to L // 4; the paper has T = 512 for
+    2,048 tokens.
     """
 
     equation = "b = f_h(ψ(i−j) / ψ(max(μT, i))), ψ(x) = ln(1 + c·x)"

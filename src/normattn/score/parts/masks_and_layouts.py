@@ -115,7 +115,7 @@ class HWFA(Layout):
     satisfies this; a larger one raises an error. No method can be added afterwards.
     """
 
-    equation = "layers 1 … n−1: |i−j| < w; layer n: P = 1, λ ← λ·ln n/ln L"
+    equation = "layers 1 … N−1: |i−j| < w; layer N: P = 1, λ ← λ·ln n/ln L"
     source = "kexue.fm/archives/9603"
     needs_rotary = True
     needs_length = True
@@ -186,7 +186,6 @@ class IRoPE(Layout):
         variant = parts[Slot.VARIANT]
         scale = variant.scale if isinstance(variant, ScaledVariant) else None
         layer_parts = {**without_position(parts), Slot.VARIANT: Baseline(scale=scale)}
-        layer_parts.pop(Slot.ORDER, None)
         if self.beta:
             layer_parts[Slot.LOGN] = Temperature(self.beta, self.length, shift=1)
         return layer_parts.values()

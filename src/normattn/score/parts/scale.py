@@ -177,8 +177,7 @@ class Temperature(LengthScaling):
 
     `beta` is β; `length` is L₀, by default the training length. Ministral 3 has shift = 0. Llama 4
     has shift = 1, only in its layers without positions (`IRoPE(beta=…, length=…)`). i is n − 1, the
-    number of keys before a causal query's own. Without causality all queries have
-    the scale of the last.
+    number of keys before a causal query's own. Without causality all queries have the last's scale.
     """
 
     equation = "λ ← λ · (1 + β·ln(1 + ⌊(i + shift)/L₀⌋))"

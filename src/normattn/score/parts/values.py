@@ -76,7 +76,7 @@ class VORoPE(ValuePart):
 
     Rotary position of the second kind: a value enters as R_{j−i} v_j, by its distance. All features
     of a value rotate, with their own `base`. It adds to the score's position; alone it is
-    `NoPE-VORoPE`.
+    `Baseline-NoPE-VORoPE`.
     """
 
     equation = "o_i = R_iᵀ·Σ_j a_ij·R_j v_j"
@@ -89,8 +89,8 @@ class VORoPE(ValuePart):
 class NEZHA(OwnValues, PairBiasPart):
     """Sinusoids of the distance are added to keys and to values.
 
-    R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) side by side. r is j − i
-    clipped to ±M, plus M; `clip` is M. Nothing is learned. Weights are summed by clipped distance,
+    R is one fixed table for all heads: sin and cos of r·10000^(−2m/d) in turn. r is j − i clipped
+    to ±M, plus M; `clip` is M. Nothing is learned. Weights are summed by clipped distance,
     so that no number is stored for each pair and feature.
     """
 
