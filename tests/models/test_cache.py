@@ -129,6 +129,15 @@ def test_what_a_window_forgets_is_missed_by_no_row(
 
 
 @torch.no_grad()
+def test_layers_that_mix_their_values_hold_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normattn.layers.cache._SMALLEST", 2)
+    model, ids = _model("Baseline-ValueResidual-FullEvery(window=3)"), _ids(1, 12)
+    cache = model.new_cache()
+    read = torch.cat([model(ids[:, n : n + 1], cache=cache) for n in range(12)], 1)
+    assert_close(read, model(ids))
+
+
+@torch.no_grad()
 def test_a_static_cache_takes_its_room_at_once_and_never_more() -> None:
     model, ids = MODELS["KNA-logn"], _ids(2, 12)
     cache = model.new_cache(max_length=12)

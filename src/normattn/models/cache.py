@@ -26,17 +26,21 @@ class ModelCache:
     """One `KeyValueCache` per layer, and the padding and documents of the cached tokens.
 
     `CausalLM.new_cache` makes it for the scores that are active then; switching a method on or off
-    requires a new one. Layers with a sliding window drop keys that no later token sees. With
-    `max_length` the other layers allocate all memory at the first token, and refuse more tokens.
+    requires a new one. Layers with a sliding window drop keys that no later token sees, except with
+    `ValueResidual` if windows differ. With `max_length` the other layers allocate all memory at the
+    first token, and refuse more tokens.
     """
 
     def __init__(self, specs: Sequence[ScoreSpec], max_length: int | None = None) -> None:
         self.max_length = max_length
         self.length = 0
         self.layers: list[KeyValueCache] = []
+        windows = {spec.window for spec in specs}
         for spec in specs:
             window, sink_tokens = spec.window
-            drops = window is not None and not sink_tokens
+            # Layers that mix their values must hold the same tokens.
+            mixes = spec.residual is not None and spec.residual.summed == "values"
+            drops = window is not None and not sink_tokens and not (mixes and len(windows) > 1)
             cache = KeyValueCache(window=window) if drops else KeyValueCache(max_length)
             cache.claim(spec)
             self.layers.append(cache)
