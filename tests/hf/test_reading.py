@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import normattn
 from normattn import InputError
@@ -28,6 +29,18 @@ def test_scores_are_those_of_the_logits(family: str) -> None:
         )
         torch.testing.assert_close(found.loss.flatten(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(found.correct, whole.argmax(-1) == ids[:, 1:])
+
+
+def test_the_tokeniser_is_of_the_models_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("normattn.hf.load.load_unmodified", lambda *_, **__: (None, None))
+    auto = transformers.AutoTokenizer
+    monkeypatch.setattr(auto, "from_pretrained", lambda source, **options: options)
+    _, options = load(tmp_path, revision="old", token="secret", device_map="auto")
+    assert (options["revision"], options["token"]) == ("old", "secret")
+    assert "device_map" not in options
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_the_command_and_its_frame(tmp_path: Path, capsys: pytest.CaptureFixture
     assert stored["kind"] == extend.GALLERY.name
     assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
     before = (places[0] / measurements.FILE).read_bytes()
+    assert run("report", *places, "--out", out, "--study", "reading") == 2
+    assert "leave --study out" in capsys.readouterr().err
     assert run("report", *places) == 2
     assert "another --out" in capsys.readouterr().err
     assert (places[0] / measurements.FILE).read_bytes() == before

@@ -118,10 +118,10 @@ def _cell(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 bad input, 3 diverged, 130 stopped.
+    """Run the command line and exit: 0 done, 1 or 2 not done, 3 diverged, 130 stopped.
 
-    Bad input is reported as one sentence on stderr; a traceback is a bug of normattn. Signals are
-    handled by `normattn.stopping`.
+    2 is bad input or a failed run, 1 any other failure. Bad input is one sentence on stderr; a
+    traceback is a bug of normattn. `normattn.stopping` handles signals.
     """
     code = 0
     try:

@@ -37,8 +37,8 @@ def evaluate_run(args: options.Evaluate) -> None:
 
     "all" among the methods means the unmodified model and every registered method that its score
     supports; a sentence is printed for each that it does not. Raises `InputError` for a directory
-    without a finished run, an unknown protocol or method, and lengths that are no multiples of the
-    training length or too short for a protocol.
+    without a finished run, an unknown protocol or method, multiples that do not rise, and lengths
+    too short for a protocol.
     """
     run = args.run
     stored = RunDirectory.existing(run, TrainingConfig.kind)

@@ -131,7 +131,7 @@ def export_run(args: options.Export) -> None:
             tokeniser=loaded,
             version=__version__,
             evaluation=_write_evaluation(run, config, folder),
-            licence=f"{args.licence}, as stated by who made the model."
+            licence=f"{args.licence}, as stated by whoever exported the model."
             if args.licence
             else "Not stated.",
         )

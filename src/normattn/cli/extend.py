@@ -50,8 +50,8 @@ _MAX_SLOWDOWN = 4
 def extend_model(args: model_options.Extend) -> None:
     """Evaluate what `args.out` does not hold yet, write the report, and save the model on request.
 
-    Raises `InputError` for invalid input before anything is evaluated. Raises `NormattnError` at
-    the end where a method ran out of memory or gave no finite loss; other measurements are kept.
+    Raises `InputError` for invalid input before any evaluation, and at the end if no method is
+    worth saving. Raises `NormattnError` at the end if a method failed; other measurements are kept.
     """
     if args.emit is not None:
         emit_method(args, args.emit.lower())

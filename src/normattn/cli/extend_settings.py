@@ -18,7 +18,7 @@ from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.settings import Settings
 
 LOGN_METHODS = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
-"""The methods that are also tried with logn+. PI is not: it brings no more keys near an angle."""
+"""The methods that are also tried with logn+."""
 ALL_METHODS = (
     *("PI", "ABF", "NTK", "NTK-mixed", "DynamicNTK", "YaRN", "ReRoPE", "LeakyReRoPE"),
     *("SelfExtend", "logn+", *(f"{name}-logn+" for name in LOGN_METHODS)),
@@ -127,7 +127,7 @@ def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = No
     if args.factor is None and lengths[-1] <= trained:
         raise InputError(
             f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
-            f"{trained:,}: a factor below 1 would shorten the context; name a longer length"
+            f"{trained:,}, so it gives no factor above 1: name a longer length, or give --factor"
         )
     factor = lengths[-1] / trained if args.factor is None else args.factor
     return ChosenValues(trained, lengths, factor, window)

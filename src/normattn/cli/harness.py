@@ -86,10 +86,10 @@ class NormattnLM(HFLM):
         run: instead of it, the directory of a finished run of `normattn train`.
         method: e.g. YaRN or ReRoPE-logn+; by default the one that the model was saved with, if any.
             "unmodified" is the model as trained.
-        train_length: the training length of `pretrained`, where its configuration has none.
+        train_length: the training length of `pretrained`; by default that of its configuration.
         max_length: longer requests raise an error and are never cut. By default there is no limit.
-        options: parameters of the method (factor=2, window=2048), and every option of the harness's
-            own model: dtype, parallelize, peft, autogptq, gguf_file, batch_size, …
+        options: parameters of the method (factor=2, window=2048), and options of the harness's own
+            model: dtype, peft, gguf_file, batch_size, …; for a run only dtype, device, batch sizes.
 
     Texts without context (`loglikelihood_rolling`) are split into windows of `max_length`, by
     default of the training length. Raises `InputError` for invalid options.

@@ -127,9 +127,9 @@ class _ScoredPieces(ConfigurableTask):
 
 
 class Retrieval(_ScoredPieces):
-    """`acc_LENGTH` and `acc_LENGTH_depth_PERCENT`: the share of samples with all answers right.
+    """`acc`, `acc_LENGTH`, `acc_LENGTH_depth_PERCENT`: the share of samples answered right.
 
-    An answer is right if each of its tokens is the model's first choice. The task's name selects
+    All answers must be right: each token the model's first choice. The task's name selects
     one of `lab.data.retrieval`.
     """
 
@@ -210,7 +210,7 @@ def _document(
 
 
 def _token_data(metadata: Mapping[str, Any], settings: TaskSettings) -> TokenData:
-    """The text's tokens, all in the test split; for a run's corpus, only its test documents."""
+    """The text's tokens, all in the test split; without `text`, the corpus's test documents."""
     run, name = metadata.get("run"), settings.tokenizer or metadata.get("pretrained")
     config = DataConfig()
     if run is not None and settings.tokenizer is None:

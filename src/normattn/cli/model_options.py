@@ -109,7 +109,7 @@ Another model, text or length needs another directory. Time grows with the squar
         None,
         metavar="ENGINE",
         help="Evaluate nothing; print the settings for hf, vllm, sglang, llama.cpp, gguf or mlx, "
-        "or write them to the new file --out. Takes one of --methods.",
+        "or write them to the new file --out. Needs exactly one of --methods.",
     )
     engine_version: str | None = option(
         None,

@@ -50,17 +50,18 @@ class List:
 """
 
     name: str | None = argument(
-        None, help="A component, a score or a model. [default: all, in short]"
+        None,
+        help="A component, score, model, residual connection or norm. [default: all, in short]",
     )
-    as_json: bool = flag("--json", "Print all of it as JSON.")
+    as_json: bool = flag("--json", "Print the components as JSON.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a causal language model with a chosen attention score.
 
-    Later settings override earlier ones: the preset, the file CONFIG, the options, --set. All of
-    them are written to OUT/config.json, which can be given as CONFIG.
+    Options and --set override the file CONFIG, which overrides the preset. All settings
+    are written to OUT/config.json, which can be given as CONFIG.
     """
 
     epilog: ClassVar[str] = """
@@ -130,8 +131,8 @@ raises an error.
 class Evaluate:
     """Evaluate a trained run at and past its training length L, with any inference-time method.
 
-    Last-segment and retrieval are evaluated at every length, the other protocols at the longest.
-    The longest length / L is also the factor of NTK, YaRN and PI. Measurements go to
+    Last-segment and retrieval are evaluated at every length, train-length at L, the others at the
+    longest. The longest length / L is also the factor of NTK, YaRN and PI. Measurements go to
     RUN/evaluations (of a study's run: RUN/evaluations/beside), the report to RUN/report.
     """
 
@@ -187,7 +188,7 @@ longer than the training length
 
 `normattn generate runs/kna --prompt "class " --prompt "if " --stop ":"` – stop at a colon
 
-Only the answers go to stdout.
+Only the answers go to stdout; of several prompts, each after its prompt.
 """
 
     run: Path = argument(help="The directory of a finished run.")
@@ -209,8 +210,8 @@ Only the answers go to stdout.
 class Export:
     """Export a run's model, tokeniser and model card to a Hugging Face folder.
 
-    Works for causal and masked language models and classifiers. The card holds what the run
-    recorded: data, settings, steps, final metrics, and a table of every evaluation.
+    Works for causal and masked language models and text classifiers. The card holds corpus,
+    settings, steps, last loss and, for a causal model, a table of comparable evaluations.
     """
 
     epilog: ClassVar[str] = """
@@ -233,8 +234,8 @@ In Python, `import normattn.hf` registers the model type, then
 class Inspect:
     """Inspect a trained model: entropy, largest logits, sinks and norms of every head.
 
-    Works for language models, classifiers, translation models, Vision Transformers, and any model
-    of transformers. No attention matrix is stored, so long texts need little memory.
+    Works for language models, classifiers, translation models, Vision Transformers, and causal
+    language models of transformers. Long texts need little memory: no attention matrix is stored.
 
     Prints a table with a row per layer. Writes report.html, table.md, figures/ and
     measurements.parquet to OUT; `normattn report OUT` makes the report again.
@@ -250,7 +251,7 @@ class Inspect:
 `normattn inspect runs/kna --text chapter.txt --attention 3,0` – your own text; draw that head
 
 `normattn inspect ./my-model --text book.txt --length 2048 --method "YaRN(factor=4)"`,
-`normattn inspect model.gguf` – any model of transformers
+`normattn inspect model.gguf` – a model of transformers
 
 `normattn train --score KNA --set inspect_every=50 --out runs/kna` – the same during training
 
@@ -267,8 +268,8 @@ The columns are explained in the report, and in docs/diagnostics.md.
     )
     method: str = option(
         "unmodified",
-        help="Inference-time method; for a model of transformers with parameters: "
-        "'YaRN(factor=4)'.",
+        help="Inference-time method, also with parameters: 'YaRN(factor=4)'. Of a run, causal "
+        "language models only.",
     )
     length: int | None = option(
         None,
@@ -287,8 +288,8 @@ The columns are explained in the report, and in docs/diagnostics.md.
     attention: str = option(
         "sharpest",
         metavar="LAYER,HEAD",
-        help="Which head's attention to the first 64 tokens is drawn: LAYER,HEAD (from 0), or the "
-        "sharpest.",
+        help="Which head's attention among the first 64 tokens is drawn: LAYER,HEAD (from 0), or "
+        "the sharpest.",
     )
     out: Path | None = option(
         None,
@@ -297,7 +298,7 @@ The columns are explained in the report, and in docs/diagnostics.md.
     )
     max_tokens: int = option(8192, min=1, help="Tokens per batch, at most; bounds the memory.")
     seed: int = option(0, min=0, help="Chooses the windows.")
-    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights; of a run, autocast.")
     device: str | None = option(
         None,
         help="auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "

@@ -65,6 +65,10 @@ def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Con
             _copy_settings(folders[0], content.config, out)
         return content
     if all(_configuration(folder)[1] == EXTEND for folder in folders):
+        if study is not None:
+            raise InputError(
+                "several folders of extend have a report of their own: leave --study out"
+            )
         return _gallery(folders, out)
     for folder in folders:
         if not runs_below(folder) and (folder / measurements.FILE).is_file():

@@ -46,7 +46,7 @@ def train_or_plan(options: Train) -> None:
 
 
 def _merge_settings(options: Train) -> dict[str, Any]:
-    """Merge the settings of the preset, the file, options and --set; later ones win."""
+    """Merge the settings of the preset, the file, and options and --set; later ones win."""
     layers = [] if options.config is None else [read_settings(options.config)]
     layers.append(settings(options))
     preset, changes = presets.load(options.preset).training, merged({}, *layers)

@@ -44,7 +44,7 @@ class AttentionCallback(TrainerCallback):
 
     def __init__(self, every: int = 100, trainer: Any = None) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InputError(f"diagnostics look every 1 or more steps, got {every!r}")
+            raise InputError(f"every must be a whole number of at least 1, but it is {every!r}")
         if trainer is not None and not callable(getattr(trainer, "log", None)):
             raise InputError(f"trainer must be a Trainer, but it is a {type(trainer).__name__}")
         self.every, self.trainer = every, trainer

@@ -253,7 +253,7 @@ class Engine:
     """How a method is written for one engine.
 
     `version` says which version `write` was checked with, and how. `oldest` is the oldest major and
-    minor version that it is valid for.
+    minor version that it is valid for; by default `--engine-version` is refused.
     """
 
     write: Callable[[Deployment], str]

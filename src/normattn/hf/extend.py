@@ -2,9 +2,9 @@
 
 Nothing global is patched. A frequency method changes the buffers of the rotary modules. A method
 that changes attention gives each module a view of its configuration that names normattn's attention
-function, and passes it unrotated queries and keys. The configuration itself, other models that
-share it, and layers with a sliding window stay unchanged. The extended model is checked: a method
-that has no effect or breaks the model raises an error.
+function, and passes it queries and keys, which only logn+ leaves rotated. The configuration itself,
+other models that share it, and layers with a sliding window stay unchanged. The extended model is
+checked: a method that has no effect or breaks the model raises an error.
 """
 
 from __future__ import annotations

@@ -50,15 +50,17 @@ def load(
     configuration, and missing packages.
     """
     loaded, _ = load_unmodified(model, gguf, dtype=dtype, **options)
-    return loaded, read_tokeniser(model, gguf)
+    names = (options.keys() & {*_HUB_OPTIONS}) - {"subfolder"}  # The subfolder is the weights'.
+    hub_options = {name: options[name] for name in names}
+    return loaded, read_tokeniser(model, gguf, **hub_options)
 
 
 def from_pretrained(path: str, **options: Any) -> Any:
     """A causal language model of transformers, extended by the method that it was saved with.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
-    `normattn`). If transformers has the method (PI, YaRN; NTK and ABF as another base), it is also
-    written in transformers' format, so that plain `from_pretrained` and other engines apply it.
+    `normattn`). If transformers has the method (PI, YaRN, Llama3; NTK and ABF as another base), it
+    is also written in its format, so that plain `from_pretrained` and other engines apply it.
     They ignore any other method and load the unmodified model. A PEFT model's method is saved next
     to the adapter.
 
@@ -132,10 +134,10 @@ def load_unmodified(
     return loaded.eval(), record
 
 
-def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
+def read_tokeniser(model: str | Path, gguf: str | None = None, **hub_options: Any) -> Any:
     """The tokeniser of a model that `load` takes, or of a folder with only a tokeniser.
 
-    Raises `InputError` as `load` does.
+    `hub_options` are those of transformers. Raises `InputError` as `load` does.
     """
     folder = expand_path(model)
     has_file = gguf is None and (folder / "tokenizer.json").is_file()
@@ -143,7 +145,8 @@ def read_tokeniser(model: str | Path, gguf: str | None = None) -> Any:
     with explained(gguf or source):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source, **_loading_options(source, gguf))
+        options = {**_loading_options(source, gguf), **hub_options}
+        return AutoTokenizer.from_pretrained(source, **options)
 
 
 def read_configuration(model: str | Path, gguf: str | None = None, **hub_options: Any) -> Any:

@@ -44,8 +44,8 @@ class Resolved:
             scales them once more.
         head_dim, rotated: features of a head, and how many of them rotate.
         layout: `half` or `interleaved`.
-        extended: the numbers of the layers that the method changes.
-        without_positions: layers without rotary positions.
+        extended: the numbers of the rotary layers, which the method changes.
+        without_positions: layers without rotary positions, which only logn+ changes.
         left: layers with a sliding window, which stay as trained.
         attention: `stock`, or `normattn` where normattn's kernels compute it.
         cached_keys: `rotated`, or `unrotated` where the method rotates inside attention.

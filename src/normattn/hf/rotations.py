@@ -96,9 +96,9 @@ def fit_rotation(
 ) -> Rotation | None:
     """The rotation of this layout at positions 0 … T − 1; None where none maps one to the other.
 
-    It has the given frequencies or their negatives; those of None are measured. With known ones it
-    also fits the gain of a norm after the rotation (`normed`). The factor of the first position is
-    one of cos and sin; its growth with the position is one of all features.
+    It has the given frequencies or their negatives; without any they are measured. With known ones
+    it also fits the gain of a norm after the rotation (`normed`). The amplitude at the first
+    position multiplies cos and sin; its growth with the position multiplies all features.
     """
     x, y = unrotated.double().cpu(), rotated.double().cpu()
     positions = torch.arange(x.shape[2], dtype=torch.float64)[:, None]

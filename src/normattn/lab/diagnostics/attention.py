@@ -33,7 +33,7 @@ def attention_of(
     """Return α_ij = softmax_j s(i, j) for the queries in `rows` (default: all), without dropout.
 
     A row sums to 1 minus the weight of a learned sink. Residual scores must be summed before
-    (`ResidualSum`). Two position regimes do not support `rows`.
+    (`ResidualSum`). `rows` cannot be given for a score with two position regimes (ReRoPE).
     """
     batch, groups, keys = inputs.k.shape[:3]
     # With unit vectors as values, the outputs are the weights.
@@ -84,7 +84,7 @@ def attention_weights(
 
     `read` and `length` are as in `inspect_model`. `names` are the layers of each owner, by default
     of the model's scores. The active method and residual scores are included. A row sums to 1
-    minus the weight of a learned sink. Raises `InputError` for a longer text.
+    minus the weight of a learned sink. Raises `InputError` for an empty or a longer text.
     """
     tokens = text.shape[0] if length is None else length
     if not 0 < tokens <= MAX_TOKENS:

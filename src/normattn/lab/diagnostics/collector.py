@@ -75,7 +75,7 @@ class Collector(AttentionStatistics):
         self.reach = reach
 
     def distance_functions(self, inputs: AttentionInputs) -> Tensor | None:
-        """Return indicators of distances beyond the training length and of unseen angles."""
+        """Return 1 for each distance beyond the training length, and shares of unseen angles."""
         self.function_names = []
         score = self.owner
         if self.layer is None or not isinstance(score, Score) or not self.reach:

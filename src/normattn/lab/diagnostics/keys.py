@@ -26,7 +26,7 @@ from normattn.score import Score
 
 Array = NDArray[np.float64]
 FIRST = 4
-"""Keys at the start of a text that are excluded: they are often attention sinks."""
+"""Keys that the correlation with the position leaves out: the first are often attention sinks."""
 TAIL = 0.001
 """The share of cosines at L that is cut off at either end of their range."""
 REGIONS = ("near inside", "near outside", "far inside", "far outside")

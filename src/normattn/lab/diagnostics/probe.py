@@ -11,11 +11,11 @@ from normattn.lab.diagnostics.lines import LayerLine
 from normattn.terminal import warn
 
 CONCENTRATED = 0.02
-"""A head with a lower mean H / ln n attends to one key, whatever the text."""
+"""Below this mean H / ln n, nearly every query of a head attends to a single key."""
 
 
 class DiagnosticsProbe:
-    """Writes statistics of every layer to RUN/diagnostics.jsonl every `every` steps.
+    """Writes statistics of every layer to RUN/diagnostics.jsonl at the steps that are `due`.
 
     They are recorded in the step's own forward passes. A line is `{"step": …, "layers": {name:
     LayerLine}}`, for this process's shard of the batch. Warns once on stderr if a head's mean
@@ -57,6 +57,6 @@ class DiagnosticsProbe:
             self._warned = True
             self._warn(
                 f"warning: scores concentrate at step {step}: {head} has a mean entropy of "
-                f"{share:.3f} ln n, it looks at one key, whatever the text is (said once; more in "
+                f"{share:.3f} ln n, so nearly every query attends to one key (said once; more in "
                 f"{self.name}.jsonl)"
             )

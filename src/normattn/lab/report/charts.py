@@ -192,7 +192,7 @@ def _panel(
 
 
 def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
-    """The x axis; by position, it is logarithmic and starts at a quarter of L."""
+    """The x axis; where positions reach 2 L or more, it is logarithmic and starts at L/4."""
     ends = [point.x for line in panel.lines for point in line.points]
     length = panel.train_length
     by_position = length is not None and ends and max(ends) >= 2 * length

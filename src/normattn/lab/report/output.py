@@ -44,9 +44,9 @@ class Written:
 
 
 def write_page(page: PageContext, out: Path, measured: pl.DataFrame | None = None) -> Written:
-    """Write table.md, table.json, a CSV for each table, report.html, figures/ and measurements.
+    """Write table.md, table.json, a CSV for each table, report.html and figures/.
 
-    They have no date, time or path. Outdated tables and figures of an earlier report are removed.
+    `measured` also goes to measurements.parquet. Outdated tables and figures are removed.
     """
     from normattn.lab.report import charts  # Altair is slow to import.
 

@@ -50,7 +50,7 @@ class Page:
 class PageContext:
     """All values of a report, before it is written.
 
-    There is no date, and a path only where a setting names one: equal contexts give equal bytes.
+    No date; a path only where a setting or `command` names one. Equal contexts give equal bytes.
     """
 
     title: str

@@ -184,8 +184,8 @@ class FilledTable:
 class Table:
     """The declaration of a table.
 
-    `key` names its files (`table`, `layers`, …). `rows` and `columns` are functions of the
-    measurements, or constant; empty columns are left out. `head` is the title of the row labels.
+    `key` names its file (`table`, `layers`, …). `rows` is a function of the measurements, `columns`
+    and `notes` may be constant. Empty columns are left out. `head` is the title of the row labels.
     """
 
     key: str

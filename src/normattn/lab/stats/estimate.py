@@ -35,8 +35,8 @@ Term = tuple[float, Sums]
 LEVEL = 0.95
 """The confidence level of every interval."""
 LEAST_UNITS = 3
-"""The fewest units for an interval of one seed; with two, it would extend six times their distance
-either way."""
+"""The fewest units for an interval of one seed; with two, it would extend 4.4 times their
+distance either way."""
 DIGITS = 9
 """Decimals of every value, so few that the order of summation does not change them."""
 ROUNDING = 1e-12
@@ -166,7 +166,7 @@ def estimate_over_seeds(by_seed: Mapping[int, float]) -> Estimate:
 def holm(p_values: Sequence[float], groups: Sequence[int] | None = None) -> list[float]:
     """Adjusted p values (Holm 1979): p̃_(k) = max_{j ≤ k} min(1, t_j·p_(j)), t_j = m − j + 1.
 
-    Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family below α. The
+    Rejecting where p̃ ≤ α keeps the probability of any false rejection in the family at most α. The
     result has the order of the input. `groups` gives the group of each hypothesis; at most one
     hypothesis of a group can be true, such as "just −m" and "0 or above". Then t_j is the number of
     groups that still have a hypothesis (Shaffer 1986), as no more can be true together.

@@ -128,7 +128,7 @@ class Metric:
         gain = acc.at(8, variant="KNA") - acc.at(8, variant="Baseline")
 
     `name` is the statistic, `unit` follows the number ("%", "nats"), `digits` is the number of
-    decimals. Known names have a title, value function and unit; any other is a mean.
+    decimals. Without a `value`, the name decides it, `unit` and `digits`; see `KNOWN`.
     """
 
     name: str
@@ -269,7 +269,7 @@ KNOWN: dict[str, tuple[str, Value, str, int]] = {
     "accuracy_by_distance": ("copied", ratio(100.0), "%", 1),
     "loss": ("loss", ratio(), "nats", 3),
 }
-"""Title, value function, unit and digits of common metrics."""
+"""Title, value function, unit and digits of common metrics; any other is a mean, two digits."""
 
 
 def mean(name: str, title: str, digits: int = 2, scale: float = 1.0) -> Metric:
