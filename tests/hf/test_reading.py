@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def test_the_tokeniser_is_of_the_models_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("normattn.hf.load.load_unmodified", lambda *_, **__: (None, None))
+    module = sys.modules[load.__module__]  # normattn.hf.load is the function
+    monkeypatch.setattr(module, "load_unmodified", lambda *_, **__: (None, None))
     auto = transformers.AutoTokenizer
     monkeypatch.setattr(auto, "from_pretrained", lambda source, **options: options)
     _, options = load(tmp_path, revision="old", token="secret", device_map="auto")
