@@ -75,8 +75,8 @@ class TrainingBatches:
     """Batches of `batch_size` rows of `length` + 1 tokens: inputs and their next tokens.
 
     A row is a window at a uniformly drawn position of the split. It may cross documents; attention
-    sees across separators. A fraction `tiling.fraction` of the rows instead repeats a segment of
-    uniformly drawn length and position. Raises `InputError` if the split is shorter than one row.
+    sees across separators. With probability `tiling.fraction` it instead repeats a segment of
+    uniform length and position. Raises `InputError` for a split or `length` that is too short.
     """
 
     def __init__(

@@ -213,7 +213,7 @@ def _clean(source: str, target: str) -> tuple[str, str]:
 
 
 def is_sentence_pair(source: str, target: str) -> bool:
-    """Return whether both sides are 3 to 60 words, mostly letters, and differ.
+    """Return whether both sides are 3 to 60 words, mostly letters, not all capitals, and differ.
 
     One side may not be more than three times as long as the other.
     """

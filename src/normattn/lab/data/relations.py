@@ -248,11 +248,11 @@ class RelationBatch(NamedTuple):
 
 
 class RelationBatches:
-    """Batches of `batch_size` documents. Every epoch has each document once, in a new order.
+    """Batches of `batch_size` documents. An epoch has each document at most once, in a new order.
 
-    An epoch shuffles the documents, sorts them by length within every 8 batches to save padding,
-    and shuffles the batches. An incomplete last batch is dropped. Raises `InputError` if the split
-    is smaller than a batch.
+    An epoch shuffles the documents, drops those of an incomplete last batch, sorts the others by
+    length within every 8 batches to save padding, and shuffles the batches. Raises `InputError` if
+    the split is smaller than a batch.
     """
 
     def __init__(

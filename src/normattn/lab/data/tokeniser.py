@@ -36,8 +36,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokeniser:
     """A trained byte-level BPE whose first ids are special tokens; by default `<|doc|>`, id 0.
 
-    Text that contains `<|doc|>` is encoded letter by letter: only the end of a document is a
-    separator.
+    `<|doc|>` inside a text is encoded as ordinary characters, never as the separator.
     """
 
     def __init__(self, serialised: str) -> None:

@@ -28,8 +28,8 @@ class EvaluationSet:
     """Windows of one protocol at one length.
 
     `windows` (W, length + 1); `documents`: the document of every window; `segments` (W,): the
-    period of repeated windows, None for natural ones. Targets `start` … `length` are scored: all,
-    except in the last-segment protocol.
+    period of repeated windows, None for natural ones. Targets `start` … `length` − 1 are scored:
+    all, except in the last-segment protocol.
     """
 
     protocol: str

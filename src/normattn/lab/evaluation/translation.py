@@ -45,7 +45,7 @@ def translate(
     """Return the best translation of every sentence of `split`, in its order.
 
     Beam search with `beam` hypotheses, ranked by log p / ((5 + |Y|)/6)^α with α = `length_penalty`.
-    A batch has `batch` sentences of similar length; translations do not depend on it.
+    A batch has `batch` sentences of similar length, which affects results only by rounding.
     """
     order = np.argsort(split.source.lengths, kind="stable").tolist()
     texts = [""] * len(split)
@@ -72,8 +72,8 @@ def score_references(
 ) -> tuple[Array, Array, Array]:
     """Return loss in nats, correct tokens and tokens of every sentence's reference.
 
-    `tokens_per_batch` bounds the padded tokens of a batch, and affects results only by rounding. A
-    loss that is not finite counts as `NOT_FINITE_LOSS` nats.
+    A batch has about `tokens_per_batch` padded tokens at most, which affects results only by
+    rounding. A loss that is not finite counts as `NOT_FINITE_LOSS` nats.
     """
     device = next(model.parameters()).device
     loss, correct, tokens = (np.zeros(len(split)) for _ in range(3))

@@ -33,8 +33,8 @@ class RunDirectory:
     """The directory of a run.
 
     `RunDirectory.open(path, config, kind)` reads only. `lock()` creates or resumes the run, and
-    only its holder writes. The configuration is written once. Both raise `InputError`, and change
-    nothing, if the directory has another configuration, another kind of run, or other files.
+    only its holder writes. Only `put` changes a stored configuration. Both raise `InputError`, and
+    change nothing, if the directory has another configuration or kind of run, or other files.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RunDirectory:
     def set_status(
         self, state: State, step: int, steps: int, message: str = "", **details: Any
     ) -> None:
-        """Write `status.json`; for an ended run, with the digests of its files.
+        """Write `status.json`; for a finished or diverged run, with the digests of its files.
 
         `details` are other fields of `RunStatus`.
         """

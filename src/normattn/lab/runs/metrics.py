@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: appended, flushed about once a second, truncated to a step on resume.
+"""Metrics as JSON lines: appended, flushed at most once a second, truncated on resume.
 
 Lines contain no clock times, so that runs of the same configuration, resumed or not, have
 byte-identical files.
@@ -47,7 +47,7 @@ class MetricsLog:
             os.fsync(file.fileno())
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a line; it is flushed within about a second."""
+        """Append a line, and flush the file if the last flush was over a second ago."""
         with explain_os_errors(self.path):
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8", buffering=1 << 20)

@@ -22,9 +22,9 @@ _NOT_HASHED = {"config.json", "status.json", "environment.json", "timing.jsonl"}
 class RunStatus:
     """The status of a run: its state, `step` of `steps`, and maybe a message.
 
-    For a diverged run, `where` is the module whose output was first not finite, and `checkpoint`
-    the last good checkpoint. For an ended run, `files` has the SHA-256 of its files (logs,
-    tokenisers, labels) by name; the model's folder has its own.
+    For a diverged run, `where` says what was first not finite (a module's output, the loss or a
+    gradient), and `checkpoint` is the last good checkpoint. For a finished or diverged run, `files`
+    has the SHA-256 of its files (logs, tokenisers, labels) by name; the model's folder has its own.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)

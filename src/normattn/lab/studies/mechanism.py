@@ -51,7 +51,7 @@ VARIANTS = (
 )
 UNUSED = tuple(f"evaluation.{n}" for n in ("protocols", "max_windows", "max_tokens", "precision"))
 MAX_TOKENS = 4096
-"""Tokens in a batch; affects memory, never a result."""
+"""Tokens in a batch; affects results only by rounding."""
 WEIGHT = 11
 """The cost of measuring a text, in forward passes (found: 7 to 12). Texts are read three times, and
 scores are computed twice more, in blocks and in float64."""

@@ -55,10 +55,10 @@ class EvaluationSettings(Settings):
     """How a trained language model is evaluated.
 
     - `multiples`: the tested lengths in units of the training length L. Same final tokens and
-      retrieval are evaluated at each of them, the other texts at the longest, whose positions show
-      the shorter ones. The longest also sets the `factor` of every stretching method.
+      retrieval are evaluated at each of them, other texts longer than L at the longest, whose
+      positions show the shorter ones. It also sets the `factor` of every stretching method.
     - `max_windows`: the largest number of windows in a set.
-    - `max_tokens`: the largest number of tokens in a batch; affects memory, never a result.
+    - `max_tokens`: the largest number of tokens in a batch; affects results only by rounding.
     - `precision`: "bf16" evaluates under autocast.
     - `split`: settings are chosen on "validation", tables made on "test".
     """

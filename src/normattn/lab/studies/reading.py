@@ -214,8 +214,8 @@ DRAWN = ("non_repeated", "repeated", "last_segment")
 def resolve_window(request: Request) -> Sweep:
     """The sweep of *window*: unmodified and every window, without log-n also with logn+.
 
-    Only the longest of the preset's lengths is evaluated. Raises `InputError` as `keynorm.resolve`
-    does.
+    Of the preset's lengths beyond L only the longest is evaluated. Raises `InputError` as
+    `keynorm.resolve` does.
     """
     preset = load_preset(request, "window", Preset)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})

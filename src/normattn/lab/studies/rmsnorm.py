@@ -341,7 +341,7 @@ def step_change(view: View) -> Estimate | None:
 
 
 def early_difference(view: View) -> Estimate | None:
-    """The difference in training loss over the first `EARLY` steps, in thousandths of a nat.
+    """The difference in training loss early in training (`EARLY`), in thousandths of a nat.
 
     Both norms have the same batches, so seeds are paired. With fewer than `SEEDS` there is no p.
     """

@@ -88,8 +88,8 @@ def history(run: Path, identity: Identity) -> pl.DataFrame:
 def write_corpora(folder: Path, out: Path) -> None:
     """Write what the models of a study's directory, or of a published folder, were trained on.
 
-    The file in `out` has the fingerprints of the tokens, and the sources of the text with their
-    versions. There is none for a study without text.
+    The file in `out` has the fingerprints of the data, and the sources of the text with their
+    versions. There is none if no model has such a record.
     """
     fingerprints: set[str] = set()
     sources: dict[str, str] = {}

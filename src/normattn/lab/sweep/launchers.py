@@ -36,7 +36,7 @@ PREFIX = "launcher."
 class Job:
     """One Python process: its arguments, and the file `log` for its output.
 
-    The last line of `log` explains a failure. The parent's process id is appended to the arguments.
+    Its last line with "normattn: " explains a failure. The parent's id is appended to `arguments`.
     """
 
     name: str
@@ -142,8 +142,8 @@ def run_jobs(
     """Run `jobs` in order, `at_once` at a time; return their outcomes.
 
     `observe` is called repeatedly. A failed job does not stop the others. On a signal the running
-    jobs save their state, and `Interrupted` is raised after the last one has ended. A second signal
-    kills them.
+    jobs save their state, and `Interrupted` is raised after the last one. They are killed after a
+    second signal or `GRACE_SECONDS`.
     """
     waiting, running, ended = list(jobs), list[Task](), list[Outcome]()
     if not waiting:
@@ -175,7 +175,7 @@ def run_jobs(
     if stop.count:
         raise Interrupted(
             f"stopped by {stop.by} with {unfinished} of {len(jobs)} jobs unfinished; "
-            "their state is saved; rerun the command to resume"
+            "rerun the command to resume"
         )
     return ended
 
@@ -254,9 +254,9 @@ class Child(Task):
 class Local(Launcher):
     """Child processes on this machine.
 
-    `devices` are the GPUs to use, as CUDA_VISIBLE_DEVICES names them (default: all that torch sees,
-    where the setting `device` is auto or cuda). A job sees one GPU only. More jobs than GPUs share
-    them evenly.
+    `devices` are the GPUs to use where the setting `device` is auto or cuda, as
+    CUDA_VISIBLE_DEVICES names them (default: all that torch sees). A job sees one of them only.
+    More jobs than GPUs share them evenly.
     """
 
     name: ClassVar[str] = "local"

@@ -48,7 +48,7 @@ Progress = Callable[[int, int, str], None]
 class Stage:
     """One step of a run, which is skipped when it is done.
 
-    - `cost`: the cost of the whole stage, done or not.
+    - `phase`: its name in progress. `cost`: the cost of the whole stage, done or not.
     - `is_done`: whether nothing is left to do; a training that diverged is done.
     - `run(data, progress)`: does the remaining work. Raises `Interrupted` when stopped, with its
       state saved, and `DivergedError` for a divergence that ends the run.

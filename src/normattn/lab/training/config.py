@@ -57,11 +57,11 @@ class TigerConfig(Settings):
 
 
 class MuonConfig(Settings):
-    """Muon (arXiv 2502.16982) for matrices, AdamW with `betas` and `eps` for other parameters.
+    """Muon (arXiv 2502.16982) for hidden matrices, AdamW (`betas`, `eps`) for all else.
 
-    Both use `lr`. Weight decay applies to matrices and embeddings only. `split`: attention's fused
-    matrix is orthogonalised as one (None), as queries, keys and values ("qkv"), or by head
-    ("heads").
+    AdamW also updates embeddings and the head. Both use `lr`. Weight decay applies to matrices and
+    embeddings only. `split`: attention's fused matrix is orthogonalised as one (None), as queries,
+    keys and values ("qkv"), or by head ("heads").
     """
 
     moments: ClassVar[int] = 1
@@ -105,14 +105,15 @@ class LoopConfig(Settings):
         clip: maximum gradient norm, None for no clipping.
         precision: fp32, or autocast in bf16 or fp16 (weights stay fp32). Under fp16 the loss is
             scaled; a step whose gradients overflow is repeated with half the scale.
+        compile: whether torch.compile compiles the forward and backward passes.
         device: auto (CUDA if available), cpu, cuda, cuda:N.
         seed: seed of all random numbers.
         threads: torch's threads on the CPU.
-        checkpoint_seconds: time between checkpoints; longer if they would take more than 5 % of
-            the time.
-        log_every: steps between metrics lines.
+        checkpoint_seconds: time between checkpoints, 0 for one after every step; longer if they
+            would take more than 5 % of the time, except for 0.
+        log_every: steps between metrics lines; the first and the last step always have one.
         keep: steps after which the model is saved, in addition to the last one.
-        inspect_every: steps between lines of attention statistics (diagnostics.jsonl), 0 for none.
+        inspect_every: steps between attention statistics, 0 for none; in Python add a probe.
         track: experiment tracker: tensorboard, trackio or wandb.
         parallel: each process of torchrun holds the full model (ddp), or 1/N of every weight,
             gradient and moment (fsdp). Both divide the batch.

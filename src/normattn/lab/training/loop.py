@@ -55,7 +55,7 @@ def train(
     nothing is written. On the main process, `on_start` runs once the run directory is locked,
     `export` once at the end, before the run is marked as finished, `export_kept` after each step of
     `config.keep`, `on_step` gets a report of each step, and `probes` measure chosen steps.
-    `should_stop` is called once a step. Under torchrun every process calls `train`.
+    Under torchrun every process calls `train`, and `should_stop` in each step.
 
     On CPU in fp32, with the same versions and thread count, a run that was stopped and resumed has
     bit-identical metrics to one that was not.

@@ -56,7 +56,7 @@ def group_parameters(model: nn.Module) -> ParameterGroups:
 
 
 class Optimiser:
-    """One or two of torch's optimisers over the named parameters of a model, stepped together.
+    """One or two torch optimisers over the named parameters of a model, stepped together.
 
     Its state is saved and loaded by the parameters' names.
     """

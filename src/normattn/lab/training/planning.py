@@ -38,9 +38,9 @@ class Cost:
 class Plan:
     """A lower bound on what each process of a training needs in a step.
 
-    `state`: bytes of weights, gradients and moments. `activations`: bytes of the blocks' inputs for
-    a micro-batch; without activation checkpointing a step needs several times as much. `flops`:
-    FLOPs of a step. `checkpoint`: its bytes.
+    `tokens`: of a micro-batch. `state`: bytes of weights, gradients and moments. `activations`:
+    bytes of the blocks' inputs for a micro-batch; without activation checkpointing a step needs
+    several times as much. `flops`: of a step. `checkpoint`: bytes of one, over all processes.
     """
 
     parameters: int

@@ -75,7 +75,7 @@ class TrainStep:
     """Takes optimiser steps of a task; skips the update if the loss or gradients are not finite.
 
     Random numbers of step t are drawn from (seed, t, shard), so that no generator state is saved.
-    `stop_asked` is called once a step, and its result is shared with the other ranks.
+    `stop_asked` is called in each step, and its result is shared with the other ranks.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class TrainStep:
         return values
 
     def _lower_scale(self) -> bool:
-        """Halve the loss scale after an overflow; return False if it is already below 1."""
+        """Halve the loss scale after an overflow; return False if it falls below 1."""
         before = self.scaler.get_scale()
         if self.scaler.is_enabled():
             self.scaler.update()
