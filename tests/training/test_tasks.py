@@ -100,6 +100,12 @@ def train(config: Any, out: Path, **choices: Any) -> Any:
     return train_model(config, out, show_progress=False, **choices)
 
 
+def test_an_inspection_without_a_probe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="inspect_every=5 needs a probe"):
+        train(small(inspect_every=5), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def stop_after(steps: int) -> Callable[[], bool]:
     left = iter(range(steps - 1))
     return lambda: next(left, None) is None

@@ -172,9 +172,15 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
     `options` are passed to `train`: `on_step`, `should_stop`, `show_progress`, `probes`. Writes the
     trained model to `out/model/`, extras such as the tokeniser to `out`, and the models of
     `config.keep` to `out/kept/step-N/`. A finished run returns at once. Raises like `train`, and
-    `InputError` for unusable data, the directory of another run, or too little memory.
+    `InputError` for unusable data, the directory of another run, too little memory, or
+    `config.inspect_every` without a probe.
     """
     out = Path(out)
+    if config.inspect_every and not options.get("probes"):
+        every = config.inspect_every
+        raise InputError(
+            f"inspect_every={every} needs a probe: pass probes=(DiagnosticsProbe({every}),)"
+        )
 
     def open_run() -> RunDirectory:
         return RunDirectory.open(out, config, config.kind, changeable=config.changeable)
