@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+from scipy.stats import spearmanr
 
 from normattn.lab.stats import holm
 
@@ -138,15 +139,27 @@ def changes(folder: str, names: Sequence[str]) -> str:
     return lines([*header, "NTK", "YaRN", "ReRoPE"], body)
 
 
-def beside_the_post() -> str:
-    """Accuracy on held-out text at 8 L of the post's 32 rows, here and in the post."""
+def beside_the_post(text: str) -> str:
+    """Accuracy at 8 L of the KeyNorm post's 32 rows on one kind of text, here and in the post."""
     known = rows("keynorm-base", "source")
     body = []
     for name in EIGHT:
         pairs = [known[f"{name}{method}"] for method in READINGS]
-        cells = [f"{plain('non_repeated')(row)} ({row['non_repeated_source']})" for row in pairs]
+        cells = [f"{plain(text)(row)} ({row[f'{text}_source']})" for row in pairs]
         body.append([f"`{name}`", *cells])
-    return lines(["held-out text, 8 L: here (post)", "unmodified", "NTK", "YaRN", "ReRoPE"], body)
+    return lines(["here (the post)", "unmodified", "NTK", "YaRN", "ReRoPE"], body)
+
+
+def order_of_the_post() -> str:
+    """Spearman's rank correlation of these rows with the post's."""
+    known = rows("keynorm-base", "source")
+    shown = [known[f"{name}{method}"] for name in EIGHT for method in READINGS]
+    body = []
+    for text, title in (("repeated", "repeated text"), ("non_repeated", "held-out text")):
+        here = [row[text]["value"] for row in shown]
+        post = [float(row[f"{text}_source"]) for row in shown]
+        body.append([title, str(len(shown)), number(float(spearmanr(here, post).statistic), 2)])
+    return lines(["", "rows", "rank correlation with the post"], body)
 
 
 def verdicts() -> str:
@@ -346,7 +359,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "copying": copying,
     "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
     "base": partial(changes, "keynorm-base", (*EIGHT, KEYNORM[3])),
-    "post": beside_the_post,
+    "post-held-out": partial(beside_the_post, "non_repeated"),
+    "post-repeated": partial(beside_the_post, "repeated"),
+    "post-order": order_of_the_post,
     "newer": partial(changes, "keynorm-base", NEWER),
     "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
     "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
