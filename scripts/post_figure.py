@@ -38,24 +38,29 @@ def points(text: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def panel(text: str) -> alt.LayerChart:
+def panel(text: str) -> Any:
     """The points of one kind of text, and the line of equal accuracy."""
     values = list(points(text))
     ends = [value[axis] for value in values for axis in ("post", "here")]
     scale = alt.Scale(domain=[min(ends) - 3, max(ends) + 3], nice=False, zero=False)
-    equal = alt.Data(values=[{"post": end, "here": end} for end in (min(ends) - 3, max(ends) + 3)])
+    equal = [{"post": end, "here": end} for end in (min(ends) - 3, max(ends) + 3)]
     x = alt.X("post:Q", title="the post, %", scale=scale)
     y = alt.Y("here:Q", title="here, %", scale=scale)
-    line = alt.Chart(equal).mark_line(color="#a0a0a0", strokeDash=[4, 4], size=1)
-    dots = alt.Chart(alt.Data(values=values)).mark_point(size=70, filled=True, opacity=0.85)
+    line = alt.Chart(_data(equal)).mark_line(color="#a0a0a0", strokeDash=[4, 4], size=1)
+    dots = alt.Chart(_data(values)).mark_point(size=70, filled=True, opacity=0.85)
     coloured = dots.encode(
         x=x,
         y=y,
         color=alt.Color("score:N", scale=alt.Scale(domain=[*COLOURS], range=[*COLOURS.values()])),
         shape=alt.Shape("method:N", sort=METHODS, scale=alt.Scale(domain=METHODS)),
     )
-    chart: alt.LayerChart = alt.layer(line.encode(x=x, y=y), coloured)
+    chart: Any = alt.layer(line.encode(x=x, y=y), coloured)
     return chart.properties(width=280, height=280, title=TEXTS[text])
+
+
+def _data(values: list[dict[str, Any]]) -> Any:
+    data: Any = alt.Data
+    return data(values=values)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def test_killed_in_the_middle_the_table_is_the_same(
     tiny: Path, tmp_path: Path, start: Start
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS, "--set", "training.steps=200")
+    sweep = ("reproduce", "keynorm", "--preset", tiny, *ROWS, "--set", "training.steps=1000")
     code, said = finish(start(*sweep, "--out", whole, cells_here=True))
     assert code == 0, said
     for row in rows(whole):
