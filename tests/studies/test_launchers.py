@@ -270,14 +270,14 @@ def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
     study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
     undraw(monkeypatch)
     command = ("reproduce", "keynorm", "--preset", tiny, "--variants", "KNA-logn")
-    rest = ("--methods", "unmodified", "--set", "training.steps=150", "--out", whole)
+    rest = ("--methods", "unmodified", "--set", "training.steps=1500", "--out", whole)
     assert start(*command, *rest, cells_here=True).end().code == 0
     request = Request(
         preset=str(tiny),
         variants=("KNA-logn",),
         methods=("unmodified",),
         out=out,
-        changes={"training.steps": 150},
+        changes={"training.steps": 1500},
     )
 
     with ThreadPoolExecutor() as beside:
