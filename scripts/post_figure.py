@@ -8,34 +8,32 @@ It uses only the published table of `results/keynorm-base`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import altair as alt
 import vl_convert
 
+from normattn.lab.report.charts import COLOURS
+from normattn.lab.studies.keynorm import METHODS
+from normattn.lab.studies.lm_report import FAMILIES
+from normattn.score.spec import UNMODIFIED
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "results" / "keynorm-base" / "table.json"
 TEXTS = {"repeated": "repeated text", "non_repeated": "held-out text"}
-METHODS = ("unmodified", "NTK", "YaRN", "ReRoPE")
-NAME = re.compile(r"(\w+?)(-logn)?(?:-(NTK|YaRN|ReRoPE))?")
-COLOURS = {"Baseline": "#000000", "QNA": "#e69f00", "KNA": "#0072b2", "CosA": "#009e73"}
 
 
 def points(text: str) -> Iterator[dict[str, Any]]:
     """A point for each row: the accuracy in the post and here."""
-    for row in json.loads(TABLE.read_text("utf-8"))["tables"]["source"]:
-        match = NAME.fullmatch(row["row"])
-        assert match is not None
-        family, _, method = match.groups()
-        yield {
-            "post": float(row[f"{text}_source"]),
-            "here": row[text]["value"],
-            "score": family,
-            "method": method or "unmodified",
-        }
+    table = json.loads(TABLE.read_text("utf-8"))["tables"]["source"]
+    rows = {row["row"]: row for row in table}
+    for family, logn, method in product(FAMILIES, ("", "-logn"), METHODS):
+        row = rows[f"{family}{logn}" + (f"-{method}" if method != UNMODIFIED else "")]
+        accuracies = {"post": float(row[f"{text}_source"]), "here": row[text]["value"]}
+        yield {**accuracies, "score": family, "method": method}
 
 
 def panel(text: str) -> Any:
@@ -51,7 +49,9 @@ def panel(text: str) -> Any:
     coloured = dots.encode(
         x=x,
         y=y,
-        color=alt.Color("score:N", scale=alt.Scale(domain=[*COLOURS], range=[*COLOURS.values()])),
+        color=alt.Color(
+            "score:N", scale=alt.Scale(domain=FAMILIES, range=COLOURS[: len(FAMILIES)])
+        ),
         shape=alt.Shape("method:N", sort=METHODS, scale=alt.Scale(domain=METHODS)),
     )
     chart: Any = alt.layer(line.encode(x=x, y=y), coloured)

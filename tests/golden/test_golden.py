@@ -41,7 +41,7 @@ TRAINED = ("keynorm/quick", "keynorm/workstation", "realformer/gpu-base", "rmsno
 """The presets that are trained each time, one of each task but translation."""
 LOGITS = 1e-4
 """Logits of transformers' models in float32."""
-RECURRENT = {"hrm_text": 1e-2}
+RECURRENT = {"hrm_text": 5e-3}
 """Of models that apply their layers again and again, which adds up what processors round apart."""
 
 

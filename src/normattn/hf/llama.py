@@ -97,10 +97,13 @@ def to_llama(model: CausalLM) -> Any:
     It is a `LlamaForCausalLM`, a `Qwen2ForCausalLM` if q, k and v have biases, or a
     `Qwen3ForCausalLM` if the score is QKRMSNorm. The weights are copies. PI and Llama3 from
     training are converted, dropout and an active method are not. Raises `InputError` for settings
-    that none of the three supports.
+    that none of the three supports, and without transformers.
     """
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        needed = "a model of transformers needs that package: pip install normattn[hf]"
+        raise InputError(needed) from None
     config = model.config
     family, llama_config = _to_llama_config(config)
     with on_meta():

@@ -94,14 +94,13 @@ def _curves(figure: Curves) -> Any:
         ),
     }
     many = max(len(panel.lines) for panel in panels) > MANY_LINES
+    highlighted = [{"line": name} for name in _highlighted(panels, figure.featured)]
     selection = alt.selection_point(
         name="chosen",
         fields=["line"],
         bind="legend",
         toggle="true",
-        value=[{"line": x} for x in _highlighted(panels, figure.featured)]
-        if many
-        else alt.Undefined,
+        value=highlighted if many else alt.Undefined,
     )
     shared = _limits([line for panel in panels for line in panel.lines], panels[0].log_y)
     columns = {1: 1, 2: 2, 4: 2}.get(len(panels), 3)
