@@ -335,6 +335,16 @@ def test_a_second_eval_is_refused() -> None:
         Study("two", "Which?", variants=["KNA"], evals=[Eval(lengths=(1,)), Eval(lengths=(2,))])
 
 
+@pytest.mark.parametrize("known", ["accuracy", "of my own"])
+def test_what_a_metric_is_given_is_used(known: str) -> None:
+    given: dict[str, Any] = {"title": "", "unit": "s", "digits": 4}
+    for name, value in given.items():
+        metric = Metric(known, **{name: value})
+        rest = [n for n in given if n != name]
+        assert getattr(metric, name) == value
+        assert [getattr(metric, n) for n in rest] == [getattr(Metric(known), n) for n in rest]
+
+
 def test_metrics_are_added_and_subtracted() -> None:
     """Three documents of one model at two lengths: sums made by hand."""
     names = ("a", "b", "c")

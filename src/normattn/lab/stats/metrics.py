@@ -128,26 +128,21 @@ class Metric:
         gain = acc.at(8, variant="KNA") - acc.at(8, variant="Baseline")
 
     `name` is the statistic, `unit` follows the number ("%", "nats"), `digits` is the number of
-    decimals. Without a `value`, the name decides it, `unit` and `digits`; see `KNOWN`.
+    decimals. Without a `value`, the name decides it and what is left out; see `KNOWN`.
     """
 
     name: str
-    title: str = ""
+    title: str = None  # type: ignore[assignment]
     value: Value = None  # type: ignore[assignment]
-    unit: str = ""
-    digits: int = 2
+    unit: str = None  # type: ignore[assignment]
+    digits: int = None  # type: ignore[assignment]
     parts: tuple[Term, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.value is None:
-            title, value, unit, digits = KNOWN.get(self.name, (self.name, ratio(), "", 2))
-            defaults = {
-                "title": self.title or title,
-                "value": value,
-                "unit": unit,
-                "digits": digits,
-            }
-            for field, default in defaults.items():
+        plain = (self.name, ratio(), "", 2)
+        known = KNOWN.get(self.name, plain) if self.value is None else ("", *plain[1:])
+        for field, default in zip(("title", "value", "unit", "digits"), known, strict=True):
+            if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
 
     @property
