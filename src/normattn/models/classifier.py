@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from normattn.kernels.numerics import at_least_float32
 from normattn.models.config import ClassifierConfig
 from normattn.models.initialisation import initialise
 from normattn.models.transformer import AttentionContext, TokenModel
@@ -58,5 +59,6 @@ class Classifier(TokenModel):
         backend: str = "auto",
     ) -> Float[Tensor, ""]:
         """Binary cross-entropy in nats, the mean over texts and labels."""
-        logits = self(ids, key_padding, backend).float()
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+        logits = self(ids, key_padding, backend)
+        dtype = at_least_float32(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits.to(dtype), labels.to(dtype))
