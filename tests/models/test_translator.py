@@ -190,6 +190,9 @@ def test_bad_sentences() -> None:
         model(torch.zeros_like(source), target)
     with pytest.raises(InputError, match="vocabulary is 0 to 18"):
         model(source + 20, target)
+    for backend in ("auto", "reference"):
+        with pytest.raises(InputError, match="no target"):
+            model.loss(source, torch.full_like(target, PAD), backend=backend)
 
 
 def test_padding_of_the_queries_counts_in_cross_attention() -> None:

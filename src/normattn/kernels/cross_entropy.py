@@ -187,8 +187,10 @@ def linear_cross_entropy(
 
     `label_smoothing` is the share ε of the target probability that is spread over all V tokens.
     Under autocast products are in its dtype; loss and weight gradient are summed in float32. Raises
-    `InputError` for a label smoothing outside 0 … 1.
+    `InputError` without targets, and for a label smoothing outside 0 … 1.
     """
+    if not targets.numel():
+        raise InputError("there is no target to predict")
     if not 0 <= label_smoothing <= 1:
         raise InputError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if torch.is_autocast_enabled(hidden.device.type):
