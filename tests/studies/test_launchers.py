@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -110,9 +110,10 @@ COMMANDS = {
     """,
     "scancel": """
         for word in "$@"; do
+          case $word in --signal=*) kind=${word#*=};; esac
           [ -e $SLURM/queue/$word ] || continue
           read name process < $SLURM/queue/$word
-          pkill -TERM -s $process
+          pkill -${kind:-TERM} -s $process
         done
     """,
 }
@@ -124,6 +125,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     Results that lie in the folder are pickles: who reads one runs what it says.
     """
+    from submitit.slurm.slurm import SlurmJob
+
+    SlurmJob.watcher.clear()  # It knows jobs of other tests by these numbers.
     folder, planted = tmp_path / "slurm", tmp_path / "jobs" / ".submitit"
     planted.mkdir(parents=True)
     for number, task in itertools.product(range(95, 120), ("0", "0_0", "1_0")):
@@ -231,6 +235,31 @@ def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
     assert saved.read_text() == "saved"
     assert not jobs[1].log.exists()
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getppid(), flush=True)
+while os.getppid() == int(sys.argv[-1]):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("where", ["slurm", "local"])
+def test_a_second_signal_ends_a_job_that_does_not_save(
+    where: Literal["slurm", "local"], slurm: None, tmp_path: Path
+) -> None:
+    one = job(tmp_path, "one", STUBBORN)
+
+    def when_ready(running: Any, ended: Any) -> None:
+        if one.log.exists() and one.log.read_text().endswith("\n"):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run_jobs([one], Slurm(cluster=where), 1, Needs(), when_ready)
+    wait_until(lambda: not _alive(int(one.log.read_text())))
 
 
 def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> None:
