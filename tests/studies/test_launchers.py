@@ -476,26 +476,40 @@ def seen(folder: Path, count: int, at_once: int, launcher: Local, device: str) -
     return [path.read_text() for path in paths]
 
 
-def test_a_cell_sees_the_gpu_of_its_slot_alone(tmp_path: Path) -> None:
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+def test_a_cell_sees_the_gpu_of_its_slot_alone(gpus: None, tmp_path: Path) -> None:
     launcher = Local(devices=(4, "GPU-8932f937"))
     assert launcher.slots(Needs(1, "cuda")) == 2
     assert seen(tmp_path, 2, 2, launcher, "cuda") == ["4", "GPU-8932f937"]
 
 
-def test_cells_share_gpus_evenly_and_take_what_is_free(tmp_path: Path) -> None:
+def test_cells_share_gpus_evenly_and_take_what_is_free(gpus: None, tmp_path: Path) -> None:
     found = seen(tmp_path, 6, 4, Local(devices=(0, 1)), "auto")
     assert found[:4] == ["0", "1", "0", "1"]
     assert sorted(found[4:]) in (["0", "0"], ["0", "1"], ["1", "1"])
 
 
 def test_who_names_a_device_or_the_cpu_keeps_what_is_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    launcher = Local(devices=(0, 1))
-    assert seen(tmp_path, 1, 1, launcher, "cpu") == ["all"]
-    assert seen(tmp_path, 1, 1, launcher, "cuda:1") == ["all"]
-    assert launcher.slots(Needs(1, "cuda:1")) == 1
+    assert seen(tmp_path, 1, 1, Local(), "cpu") == ["all"]
+    assert seen(tmp_path, 1, 1, Local(), "cuda:1") == ["all"]
+    assert Local().slots(Needs(1, "cuda:1")) == 1
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("cuda:1", 2), ("auto", 0)])
+def test_gpus_are_chosen_only_where_they_are_used(
+    device: str, count: int, gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    with pytest.raises(InputError, match=f"the device is {device}, and {count} GPUs are visible"):
+        Local(devices=(0,)).slots(Needs(1, device))
 
 
 def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from normattn.errors import Interrupted
+from normattn.errors import InputError, Interrupted
 from normattn.settings import Settings
 from normattn.stopping import StopRequest
 
@@ -255,8 +255,8 @@ class Local(Launcher):
     """Child processes on this machine.
 
     `devices` are the GPUs to use where the setting `device` is auto or cuda, as
-    CUDA_VISIBLE_DEVICES names them (default: all that torch sees). A job sees one of them only.
-    More jobs than GPUs share them evenly.
+    CUDA_VISIBLE_DEVICES names them (default: all that torch sees); elsewhere they are refused. A
+    job sees one of them only. More jobs than GPUs share them evenly.
     """
 
     name: ClassVar[str] = "local"
@@ -265,9 +265,9 @@ class Local(Launcher):
 
     def slots(self, needs: Needs) -> int:
         """One job per GPU; on a CPU as many as its cores allow."""
-        if needs.device.startswith("cuda:"):
-            return 1  # All jobs share the named GPU.
-        return len(self._gpus(needs)) or max(1, available_cores() // needs.cores)
+        # With cuda:N all jobs share the named GPU.
+        other = 1 if needs.device.startswith("cuda:") else available_cores() // needs.cores
+        return len(self._gpus(needs)) or max(1, other)
 
     @contextmanager
     def session(self, jobs: Sequence[Job], needs: Needs) -> Iterator[Start]:
@@ -284,9 +284,15 @@ class Local(Launcher):
 
     def _gpus(self, needs: Needs) -> tuple[str, ...]:
         """The GPUs for the jobs; none where the setting `device` chooses another device."""
-        if needs.device not in ("auto", "cuda"):
-            return ()
-        return tuple(map(str, self.devices)) if self.devices is not None else visible_gpus()
+        gpus = visible_gpus() if needs.device in ("auto", "cuda") else ()
+        if self.devices is None:
+            return gpus
+        if not gpus:
+            raise InputError(
+                "launcher.devices chooses among GPUs for the device auto or cuda; the device is "
+                f"{needs.device}, and {len(visible_gpus())} GPUs are visible"
+            )
+        return tuple(map(str, self.devices))
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -51,7 +51,8 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     console = Console(highlight=False)
     launcher, count, first = request.launcher, len(sweep.runs), sweep.runs[0].training_config
     needs = Needs(first.threads, first.device)
-    at_once = min(request.jobs or launcher.slots(needs) or count, count)
+    slots = launcher.slots(needs)  # Also where `jobs` is given: it refuses unsuitable settings.
+    at_once = min(request.jobs or slots or count, count)
     for run in _one_of_each_data(sweep):
         for line in run.training_config.data.plan_notes():
             print_line(line, console)
