@@ -31,6 +31,7 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
         (["--steps", "0"], ["--steps", "1"]),
         (["--heads", "3"], ["16", "3 heads"]),
         (["--set", "data.vocab_size=12"], ["vocab_size", "at least 257", "12"]),
+        (["--corpus", "synthetic:copy", "--set", "data.max_bytes=9"], ["max_bytes has no meaning"]),
         (["--optimiser", "sgd"], ["optimiser", "adamw", "tiger"]),
         (["--colour", "red"], ["--colour"]),
         (["--set", "model.dims=8"], ["model.dims", "did you mean model.dim"]),

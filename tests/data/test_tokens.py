@@ -310,6 +310,17 @@ def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path)
         ({"vocab_size": 256}, "vocab_size must be at least 257"),
         ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leave nothing to train on"),
         ({"tiled_low": 9, "tiled_high": 8}, "must not exceed tiled_high"),
+        *(
+            ({"corpus": "synthetic:copy", name: value}, f"{name} has no meaning")
+            for name, value in {
+                "tiled_fraction": 0.5,
+                "tiled_low": 9,
+                "tiled_high": 9,
+                "max_bytes": 9,
+                "test_fraction": 0.5,
+                "validation_fraction": 0.5,
+            }.items()
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -99,6 +99,11 @@ def test_a_preset_says_only_what_differs_from_its_base(tmp_path: Path) -> None:
     text = 'base = "workstation"\n[training.model]\nblock = "mha"\nheads = 2\n'
     model = presets.load(own_preset(tmp_path, "heads.toml", text)).training["model"]
     assert (model["heads"], "key_size" in model, "gamma_std" in model) == (2, False, False)
+    # And generated tokens those of text, also where the command line chooses them.
+    text = 'base = "base"\n[training.data]\ncorpus = "synthetic:copy"\n'
+    data = presets.load(own_preset(tmp_path, "copy.toml", text)).training["data"]
+    assert data == {"corpus": "synthetic:copy", "vocab_size": 2048}
+    resolve("keynorm", "base", changes={"training.data.corpus": "synthetic:copy"})
 
 
 @pytest.mark.parametrize(
@@ -423,6 +428,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"training.model": 5}, r"model cannot be 5: it is a group .*dim"),
         ({"nowhere.steps": 1}, "nowhere"),
         ({"reading.multiples": [1]}, "does not use that setting"),
+        ({"training.data": {"corpus": "synthetic:copy", "tiled_low": 3}}, "tiled_low has no"),
         ({"variants": ("all", "KNA")}, "--variants all cannot be combined"),
     ],
     "window": [

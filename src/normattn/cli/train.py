@@ -16,7 +16,6 @@ from normattn.lab.sweep.run import diagnostics_probes
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.config import read_settings
 from normattn.lab.training.planning import describe_plan
-from normattn.models.config import without_foreign
 from normattn.models.flops import flops_per_token, parameter_count
 from normattn.terminal import Console
 
@@ -50,9 +49,7 @@ def _merge_settings(options: Train) -> dict[str, Any]:
     layers = [] if options.config is None else [read_settings(options.config)]
     layers.append(settings(options))
     preset, changes = presets.load(options.preset).training, merged({}, *layers)
-    block = value_at(changes, "model.block")
-    preset = {**preset, "model": without_foreign(preset["model"], block)}
-    return merged(preset, *layers, _short_warmup(preset, changes))
+    return presets.overridden(preset, *layers, _short_warmup(preset, changes))
 
 
 def _short_warmup(preset: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

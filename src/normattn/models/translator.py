@@ -155,7 +155,8 @@ class Translator(nn.Module):
     ) -> LinearCrossEntropy:
         """Mean cross-entropy of target[:, 1:] given target[:, :-1] and the source.
 
-        Padding is ignored; only padding raises `InputError`. Only `backend` "reference" and torch.func store all (tokens, V) logits.
+        Padding is ignored. Only `backend` "reference" and torch.func store all (tokens, V) logits.
+        Raises `InputError` where there is only padding.
         """
         hidden, next_tokens, valid = self._hidden_and_targets(source, target, backend)
         with plain_operations(backend == "reference"):

@@ -44,7 +44,11 @@ from normattn.settings import Settings, explain
 FORMAT = 4
 """Increased when the same settings would give other files, so that old caches are not used."""
 _TOKENISER = "tokeniser.json"
-COPY = "synthetic:copy"
+GENERATED = "synthetic:"
+COPY = f"{GENERATED}copy"
+TILING = ("tiled_fraction", "tiled_low", "tiled_high")
+TEXT_ONLY = (*TILING, "max_bytes", "test_fraction", "validation_fraction")
+"""Settings that have no meaning for generated tokens."""
 Count = Annotated[int, Field(ge=1, lt=10**9)]
 
 Tokens = UInt16[np.ndarray, "tokens"] | UInt32[np.ndarray, "tokens"]
@@ -138,6 +142,8 @@ class DataConfig(SplitSettings):
     - `tiled_fraction`: share of the training sequences that repeat a random segment of
       `tiled_low` … `tiled_high` tokens to the full length (default 0, 8, 32).
     - `max_bytes`: read at most this much text (default: all).
+
+    A synthetic corpus uses only `vocab_size` and `seed`.
     """
 
     corpus: str = "python-source"
@@ -153,6 +159,11 @@ class DataConfig(SplitSettings):
             raise ValueError(
                 f"tiled_low ({self.tiled_low}) must not exceed tiled_high ({self.tiled_high})"
             )
+        fields = type(self).model_fields if self.synthetic else {}
+        if unused := [x for x in TEXT_ONLY if fields and getattr(self, x) != fields[x].default]:
+            raise ValueError(
+                f"{unused[0]} has no meaning for the corpus {self.corpus}, whose options follow a ?"
+            )
         if not self.synthetic and self.vocab_size < 257:
             raise ValueError(
                 f"vocab_size must be at least 257 (256 bytes and a separator), got "
@@ -163,7 +174,7 @@ class DataConfig(SplitSettings):
     @property
     def synthetic(self) -> bool:
         """Whether the tokens are generated, not read from text."""
-        return self.corpus.startswith("synthetic:")
+        return self.corpus.startswith(GENERATED)
 
     def open_corpus(self) -> Corpus | None:
         """Return the corpus; None for generated tokens."""

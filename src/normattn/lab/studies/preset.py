@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from normattn.errors import InputError, unknown_name
 from normattn.io import read_toml
+from normattn.lab.data.tokens import GENERATED, TEXT_ONLY
 from normattn.lab.sweep.config import flatten, merged, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
@@ -160,13 +161,28 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
         visited.append(source)
     settings: dict[str, Any] = {}
     for layer in reversed(layers):
-        model, changes = (value_at(group, "training.model") for group in (settings, layer))
-        if isinstance(model, Mapping) and isinstance(changes, Mapping):
-            # Settings of one kind of block mean nothing to another.
-            settings["training"]["model"] = without_foreign(model, changes.get("block"))
         settings.pop("name", None)
-        settings = merged(settings, layer)
+        settings = overridden(settings, layer, training="training.")
     return name if name in names(study) else Path(name).stem, settings
+
+
+def overridden(
+    preset: Mapping[str, Any], *layers: Mapping[str, Any], training: str = ""
+) -> dict[str, Any]:
+    """The settings of a preset, overridden by each layer in turn (as `merged`).
+
+    The preset's settings of another kind of block are dropped, and its settings of text where a
+    layer's corpus is generated. `training` is the dotted beginning of the training settings.
+    """
+    base, changes = merged(preset), merged({}, *layers)
+    block, corpus = (value_at(changes, training + name) for name in ("model.block", "data.corpus"))
+    model, data = (value_at(base, training + name) for name in ("model", "data"))
+    foreign = {*model} - {*without_foreign(model, block)} if isinstance(model, dict) else ()
+    for name in foreign:
+        del model[name]
+    for name in TEXT_ONLY if isinstance(data, dict) and str(corpus).startswith(GENERATED) else ():
+        data.pop(name, None)
+    return merged(base, *layers)
 
 
 def _read_layer(name: str, study: str | None, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -230,7 +246,7 @@ def _apply_changes(
         if inside:
             nearest = " or ".join(inside)
             raise InputError(f"--set {name}: there is no such setting; did you mean {nearest}?")
-    return merged(stored, request.changes)
+    return overridden(stored, request.changes, training="training.")
 
 
 def preset_argument(name: str, study: str) -> str:
