@@ -89,7 +89,7 @@ def test_against_plain_matrices(score: str, shared: bool) -> None:
 
 def test_gradients_are_those_of_the_loss() -> None:
     model = _model()
-    found = layer_gradients(model, TEXTS, tokens_per_batch=3 * LENGTH)
+    found = layer_gradients(model, TEXTS, rows=3)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.eval()
     for batch, rows in zip(found, (slice(0, 3), slice(3, 5)), strict=True):
@@ -101,4 +101,4 @@ def test_gradients_are_those_of_the_loss() -> None:
                 loss, list(model.blocks[layer].parameters()), retain_graph=True
             )
             assert norm == pytest.approx(float(sum(g.square().sum() for g in grads)) ** 0.5)
-    assert layer_gradients(_model(shared_layers=True), TEXTS) == []
+    assert layer_gradients(_model(shared_layers=True), TEXTS, 3) == []

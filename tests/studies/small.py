@@ -63,7 +63,7 @@ warmup_steps = 1
 
 [evaluation]
 max_windows = 8
-max_tokens = 32
+gradient_texts = 4
 """
 RMSNORM = "\n[timing]\nrounds = 2\n"
 

@@ -190,6 +190,19 @@ def _realformer(sweep: Sweep, found: Tables, text: str) -> None:
     for row in rows:
         half = row["row"] in ("RealFormer-half", "RealFormer-from-PostLN")
         assert row["planned_steps"]["value"] == (2 if half else 4)
+    # Memory changes no number.
+    one: Any = sweep.runs[0]
+    folder, config = sweep.paths(one).run, one.training_config
+    stored = measurements.read(folder / "evaluations" / "scores.parquet")
+    less = one.evaluation.model_copy(update={"max_tokens": 1})
+    again = one.model_copy(update={"evaluation": less}).measure(
+        folder, config, prepare_tokens(config.data), lambda *_: None
+    )
+    first, again = (
+        select(each, {"statistic": "gradients_start"}).sort("layer", "unit")
+        for each in (stored, again)
+    )
+    assert first.equals(again)
     # A row goes on from the trained PostLN.
     name = "RealFormer-from-PostLN"
     start = sweep.out / "cells" / f"small-{name}" / "seed0" / "model"

@@ -6,7 +6,7 @@ Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observing
 from normattn.lab.data.windows import MaskedSet
 from normattn.lab.diagnostics.attention import ResidualSum, attention_of
+from normattn.lab.evaluation.scorer import batches
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import without_dropout
 
@@ -49,7 +50,7 @@ def measure_depth(
     widths = {"variance": layers + 1, "entropy": layers}
     widths |= dict.fromkeys(("agreement", "agreement_mean"), layers - 1)
     sums = {name: np.zeros((count, width)) for name, width in widths.items()}
-    for rows in _batches(texts, tokens_per_batch):
+    for rows in batches(len(texts), max(1, tokens_per_batch // texts.length)):
         statistics = _TextStatistics()
         with torch.no_grad(), without_dropout(model), observing(statistics):
             ids = torch.from_numpy(texts.rows.ids[rows]).to(device)
@@ -60,10 +61,8 @@ def measure_depth(
     return sums
 
 
-def layer_gradients(
-    model: MaskedLM, texts: MaskedSet, tokens_per_batch: int = 4096
-) -> list[list[float]]:
-    """Return ‖∂ loss / ∂ θ_l‖ of each layer l for each batch of texts, without dropout.
+def layer_gradients(model: MaskedLM, texts: MaskedSet, rows: int) -> list[list[float]]:
+    """Return ‖∂ loss / ∂ θ_l‖ of each layer l for each `rows` texts, without dropout.
 
     Empty if layers share their weights. Deletes the model's gradients.
     """
@@ -71,20 +70,15 @@ def layer_gradients(
         return []
     device = next(model.parameters()).device
     gradients = []
-    for rows in _batches(texts, tokens_per_batch):
+    for chosen in batches(len(texts), rows):
         model.zero_grad(set_to_none=True)
-        batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
+        batch = (torch.from_numpy(array[chosen]).to(device) for array in texts.rows)
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
         by_block = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
         gradients.append([float(torch.nn.utils.get_total_norm(block)) for block in by_block])
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def _batches(texts: MaskedSet, tokens: int) -> Iterator[slice]:
-    step = max(1, tokens // texts.length)
-    return (slice(first, first + step) for first in range(0, len(texts), step))
 
 
 class _TextStatistics(Observer):

@@ -127,11 +127,13 @@ class GridSettings(Settings):
 class ScoringSettings(Settings):
     """The windows of held-out text that a trained encoder is evaluated on.
 
-    `max_tokens` is the batch size in tokens; gradients are measured per batch.
+    `max_tokens` bounds a batch. Gradients are measured for each `gradient_texts` windows.
     """
 
     max_windows: int = Field(default=256, ge=2)
     max_tokens: int = Field(default=2048, ge=1)
+    # Its default is not dumped, so that older folders can be continued.
+    gradient_texts: int = Field(default=32, ge=1, exclude_if=lambda texts: texts == 32)
     seed: int = Field(default=0, ge=0)
     split: Literal["test", "validation"] = "test"
 
@@ -214,9 +216,11 @@ class EncoderRun(MeasuredRun):
     ) -> pl.DataFrame:
         """Score masked tokens; for the table also measure each layer and note training facts."""
         model, texts = self.load_trained(folder, config), held_out(data, config, self.evaluation)
-        max_tokens = self.evaluation.max_tokens
         scores = score_masked(
-            model, texts, max_tokens, lambda done, total: progress(done, total, "scoring")
+            model,
+            texts,
+            self.evaluation.max_tokens,
+            lambda done, total: progress(done, total, "scoring"),
         )
         unigram = unigram_loss(data.train, texts, model.config.vocab_size)
         identity = self.identity(
@@ -238,7 +242,7 @@ class EncoderRun(MeasuredRun):
         if self.protocol == "grid":
             return scored
         depth = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
-        depth += _measure_layers(model, config, texts, max_tokens, progress)
+        depth += _measure_layers(model, config, texts, self.evaluation, progress)
         facts = {
             "parameters": planned_parameters(MaskedLM, config.model),
             "planned_steps": config.steps,
@@ -265,12 +269,16 @@ def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -
 
 
 def _measure_layers(
-    model: MaskedLM, config: MaskedConfig, texts: MaskedSet, max_tokens: int, progress: Progress
+    model: MaskedLM,
+    config: MaskedConfig,
+    texts: MaskedSet,
+    settings: ScoringSettings,
+    progress: Progress,
 ) -> list[pl.DataFrame]:
     """Statistics of each layer; units are documents, for gradients batches of texts."""
     documents, indices = documents_of(texts)
     depths = measure_depth(
-        model, texts, indices, max_tokens, lambda n, of: progress(n, of, "layer by layer")
+        model, texts, indices, settings.max_tokens, lambda n, of: progress(n, of, "layer by layer")
     )
     windows = np.bincount(indices, minlength=len(documents))
     parts = []
@@ -280,7 +288,7 @@ def _measure_layers(
     torch.manual_seed(derive_seed(config.seed, "initialisation"))
     initial = with_weights(config)
     start = new_model(MaskedLM, initial.model, initial.continued).to(choose_device(initial.device))
-    norms = np.array(layer_gradients(start, texts, max_tokens))
+    norms = np.array(layer_gradients(start, texts, settings.gradient_texts))
     # Layers that share their weights have no separate gradients.
     if norms.size:
         batches = [f"batch {number:04}" for number in range(len(norms))]
