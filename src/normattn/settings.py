@@ -153,11 +153,14 @@ def first_difference(
 def differences(
     stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield every dotted field in which two JSON values differ, with both values as text."""
+    """Yield every dotted field in which two JSON values differ, with both values as text.
+
+    Fields in `ignored` are left out; "*.NAME" is the field NAME of any group.
+    """
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in [*wanted, *(key for key in stored if key not in wanted)]:
             name = f"{prefix}.{key}" if prefix else key
-            if name not in ignored:
+            if name not in ignored and f"*.{key}" not in ignored:
                 pair = stored.get(key, _ABSENT), wanted.get(key, _ABSENT)
                 yield from differences(*pair, ignored, name)
     # In Python, True == 1; in a configuration they differ.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from normattn.errors import InputError
+from normattn.lab.runs import RunDirectory
 from normattn.lab.studies import find
 from normattn.lab.studies import preset as presets
 from normattn.lab.studies import qknorm_runs as qknorm
@@ -21,7 +22,7 @@ from normattn.lab.studies.language import TextRun
 from normattn.lab.studies.methods import candidates, supported_methods
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun
 from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
-from normattn.lab.sweep.config import merged
+from normattn.lab.sweep.config import CHANGEABLE, merged
 from normattn.lab.sweep.planner import make_plan
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.lab.sweep.runner import reproduce
@@ -423,6 +424,25 @@ def test_both_norms_are_trained_alike_and_then_timed(documents: str) -> None:
 
 
 PRESETS = {"qknorm": "pairs", "realformer": "encoders", "rmsnorm": "documents"}
+
+
+@pytest.mark.parametrize("study", ["keynorm", *PRESETS])
+def test_a_rerun_may_change_what_changes_no_number(
+    study: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    preset = request.getfixturevalue(PRESETS.get(study, "tiny"))
+
+    def opened(changes: dict[str, Any]) -> RunDirectory:
+        config = resolve(study, preset, changes=changes).config
+        return RunDirectory.open(tmp_path / "out", config, study, CHANGEABLE)
+
+    with opened({}).lock():
+        pass
+    opened({"training.checkpoint_seconds": 7, "training.track": "trackio"})
+    with pytest.raises(InputError, match=r"steps is \d+ there and 9 here"):
+        opened({"training.steps": 9})
+
+
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "keynorm": [
         ({"training.model": 5}, r"model cannot be 5: it is a group .*dim"),

@@ -11,14 +11,14 @@ from normattn.errors import InputError
 from normattn.settings import Settings
 
 CHANGEABLE = (
-    "training.checkpoint_seconds",
-    "training.track",
-    "training.parallel",
+    "*.checkpoint_seconds",
+    "*.track",
+    "*.parallel",
     "evaluation.max_tokens",
     "changed",  # the resulting settings are compared
     "asked",  # it chooses runs, which may be added
 )
-"""Settings that do not affect any number of a table, so a rerun may change them."""
+"""Settings that do not affect any number of a table, so a rerun may change them. * is any group."""
 
 
 class SweepConfig(Settings):
