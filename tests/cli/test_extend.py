@@ -281,6 +281,8 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--factor", 0.5), "factor must be a number of at least 1"),
         (("--window", 129), "window=129 is larger than the training length of 128"),
         (("--methods", "ABF", "--factor", 2), "none of --methods takes a factor"),
+        (("--methods", "YaRN", "--emit", "vllm"), "--text has no use with --emit"),
+        (("--engine-version", "0.9"), "--engine-version needs --emit"),
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
         (("--lengths", "4k"), "has 3,000 tokens, and the shortest length, 4,096, needs 4,097"),
