@@ -328,6 +328,20 @@ def test_a_variant_changes_settings_of_its_training(tiny: Path) -> None:
     }
     scores = {run.training_config.model_dump(mode="json")["model"]["score"] for run in sweep.runs}
     assert len(scores) == 1
+    chosen = study.resolve(Request(preset=str(tiny), variants=("KNA-short", "QNA")))
+    assert [(run.variant, run.training_config.steps) for run in chosen.runs] == [
+        *(("KNA-short", 3), ("QNA", plain))
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"evaluation.multiples": [1, 4]}, {"evaluation": {"protocols": ["train_length"]}}],
+)
+def test_what_an_eval_decides_cannot_be_set(tiny: Path, changes: dict[str, Any]) -> None:
+    study = Study("own", "Which?", variants=["KNA"], evals=[Eval(lengths=(1, 2))])
+    with pytest.raises(InputError, match=r"evaluation\.\w+: reproduce own does not use"):
+        study.resolve(Request(preset=str(tiny), changes=changes))
 
 
 def test_a_second_eval_is_refused() -> None:

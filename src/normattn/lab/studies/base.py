@@ -89,7 +89,7 @@ class Study:
     What is trained and evaluated:
 
     - `variants`, `methods`, `evals` (one at most; none: the preset's). The options `--variants` and
-      `--methods` choose others.
+      `--methods` choose among them, and others by name.
     - `resolve` and `runs`, for a study that needs more: the function from a request to its sweep,
       and the classes of its runs.
     - `collect`: reads the measurements from the study's directory.
@@ -318,13 +318,14 @@ def _make_sweep(
     evaluation: Eval | None,
 ) -> Sweep:
     """A run for each variant and seed, evaluated with each method that its score supports."""
-    preset = load_preset(request, study, Preset)
     overrides = None
     if evaluation is not None:
         overrides = {"multiples": evaluation.lengths, "protocols": evaluation.protocols}
-    setting = TextSetting.of(preset, overrides)
+    unused = [f"evaluation.{name}" for name in overrides or ()]
+    setting = TextSetting.of(load_preset(request, study, Preset, unused), overrides)
     if request.variants:
-        variants = [Variant(name) for name in request.variants]
+        known = {variant.name: variant for variant in variants}
+        variants = [known.get(name, Variant(name)) for name in request.variants]
     methods = canonical_methods(request.methods or methods, setting)
     scores = [canonical_scores((v.score or v.name,), setting)[0] for v in variants]
     applicable, skipped = applicable_methods(dict.fromkeys(scores, methods), setting)

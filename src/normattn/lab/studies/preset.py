@@ -219,9 +219,10 @@ def load_preset(
     """
     own_folder = study if _folder(study).is_dir() else None
     ignored = {*GROUPS} - {*kind.model_fields}
-    for setting in request.changes:
-        if setting in unused or setting.partition(".")[0] in {"name", *ignored}:
-            raise InputError(f"--set {setting}: reproduce {study} does not use that setting")
+    asked = merged({}, request.changes)
+    given = [setting for setting in unused if value_at(asked, setting) is not None]
+    for setting in (*given, *({*asked} & {"name", *ignored})):
+        raise InputError(f"--set {setting}: reproduce {study} does not use that setting")
     name, stored = fields(request.preset, own_folder)
     settings = _apply_changes(stored, request, {*kind.model_fields, *ignored})
     if own_folder is None:

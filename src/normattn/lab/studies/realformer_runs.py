@@ -34,6 +34,7 @@ from normattn.lab.sweep.run import (
     training_stage,
     with_weights,
 )
+from normattn.lab.training.config import omit_default
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.init_from import Continuation, new_model
 from normattn.lab.training.planning import Cost
@@ -132,8 +133,7 @@ class ScoringSettings(Settings):
 
     max_windows: int = Field(default=256, ge=2)
     max_tokens: int = Field(default=2048, ge=1)
-    # Its default is not dumped, so that older folders can be continued.
-    gradient_texts: int = Field(default=32, ge=1, exclude_if=lambda texts: texts == 32)
+    gradient_texts: Annotated[int, Field(ge=1), omit_default(32)] = 32
     seed: int = Field(default=0, ge=0)
     split: Literal["test", "validation"] = "test"
 
