@@ -153,10 +153,7 @@ def first_difference(
 def differences(
     stored: Any, wanted: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield every dotted field in which two JSON values differ, with both values as text.
-
-    Fields in `ignored` are left out; "*.NAME" is the field NAME of any group.
-    """
+    """As `first_difference`, but yield all; "*.NAME" in `ignored` is the field of any group."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in [*wanted, *(key for key in stored if key not in wanted)]:
             name = f"{prefix}.{key}" if prefix else key

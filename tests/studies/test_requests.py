@@ -441,6 +441,9 @@ def test_a_rerun_may_change_what_changes_no_number(
     opened({"training.checkpoint_seconds": 7, "training.track": "trackio"})
     with pytest.raises(InputError, match=r"steps is \d+ there and 9 here"):
         opened({"training.steps": 9})
+    for setting in ("rates.max_sentences", "evaluation.beam") if study == "qknorm" else ():
+        with pytest.raises(InputError, match=rf"{setting} is \d there and 9 here"):
+            opened({setting: 9})
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {

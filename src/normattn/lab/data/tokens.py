@@ -46,8 +46,8 @@ FORMAT = 4
 _TOKENISER = "tokeniser.json"
 GENERATED = "synthetic:"
 COPY = f"{GENERATED}copy"
-TILING = ("tiled_fraction", "tiled_low", "tiled_high")
-TEXT_ONLY = (*TILING, "max_bytes", "test_fraction", "validation_fraction")
+_TILING = ("tiled_fraction", "tiled_low", "tiled_high")
+TEXT_ONLY = (*_TILING, "max_bytes", "test_fraction", "validation_fraction")
 """Settings that have no meaning for generated tokens."""
 Count = Annotated[int, Field(ge=1, lt=10**9)]
 
@@ -135,15 +135,13 @@ class DataConfig(SplitSettings):
     """The text, its tokeniser, its splits, and how much of it is tiled (repeated segments).
 
     - `corpus`: "python-source" (default), "python-packages-2026", a path, "hf:NAME" or
-      "synthetic:copy".
+      "synthetic:copy", which uses `vocab_size` and `seed` alone.
     - `vocab_size`: entries of the byte-level BPE, separator included; at least 257 for text.
     - `test_fraction`, `validation_fraction`, `seed`: the split of the documents. The seed also
       decides the tokens of a synthetic corpus.
     - `tiled_fraction`: share of the training sequences that repeat a random segment of
       `tiled_low` … `tiled_high` tokens to the full length (default 0, 8, 32).
     - `max_bytes`: read at most this much text (default: all).
-
-    A synthetic corpus uses only `vocab_size` and `seed`.
     """
 
     corpus: str = "python-source"
@@ -159,11 +157,9 @@ class DataConfig(SplitSettings):
             raise ValueError(
                 f"tiled_low ({self.tiled_low}) must not exceed tiled_high ({self.tiled_high})"
             )
-        fields = type(self).model_fields if self.synthetic else {}
-        if unused := [x for x in TEXT_ONLY if fields and getattr(self, x) != fields[x].default]:
-            raise ValueError(
-                f"{unused[0]} has no meaning for the corpus {self.corpus}, whose options follow a ?"
-            )
+        for name in TEXT_ONLY if self.synthetic else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no meaning for the corpus {self.corpus}")
         if not self.synthetic and self.vocab_size < 257:
             raise ValueError(
                 f"vocab_size must be at least 257 (256 bytes and a separator), got "

@@ -376,10 +376,11 @@ def resolve(request: Request) -> Sweep:
         swept = vision.rates
         add(VisionRun, IMAGES, vision.scores, vision.training, seeds=image_seeds, **fields)
         add(VisionRun, IMAGES, swept.scores, vision.training, swept.multiples, **fields)
-    sweep_training = None
+    recorded = None
     if rates is not None:
         subject = "rates.training"
         sweep_training = preset.whole_training(TranslationConfig, rates.training, subject=subject)
+        recorded = {**sweep_training, "max_sentences": rates.max_sentences}
         shorter = evaluation.model_copy(update={"max_sentences": rates.max_sentences})
         fields = {"evaluation": shorter, "translated": False}
         add(TranslationRun, RATES, rates.scores, sweep_training, rates.multiples, **fields)
@@ -387,7 +388,7 @@ def resolve(request: Request) -> Sweep:
         preset.name,
         training=training,
         evaluation=evaluation,
-        rates=sweep_training,
+        rates=recorded,
         vision=vision.training if vision else None,
     )
     return Sweep.of(request, "qknorm", config, runs)

@@ -216,11 +216,9 @@ class EncoderRun(MeasuredRun):
     ) -> pl.DataFrame:
         """Score masked tokens; for the table also measure each layer and note training facts."""
         model, texts = self.load_trained(folder, config), held_out(data, config, self.evaluation)
+        max_tokens = self.evaluation.max_tokens
         scores = score_masked(
-            model,
-            texts,
-            self.evaluation.max_tokens,
-            lambda done, total: progress(done, total, "scoring"),
+            model, texts, max_tokens, lambda done, total: progress(done, total, "scoring")
         )
         unigram = unigram_loss(data.train, texts, model.config.vocab_size)
         identity = self.identity(
@@ -242,7 +240,7 @@ class EncoderRun(MeasuredRun):
         if self.protocol == "grid":
             return scored
         depth = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
-        depth += _measure_layers(model, config, texts, self.evaluation, progress)
+        depth += _measure_layers(model, config, texts, self, progress)
         facts = {
             "parameters": planned_parameters(MaskedLM, config.model),
             "planned_steps": config.steps,
@@ -269,14 +267,10 @@ def held_out(data: TokenData, config: MaskedConfig, settings: ScoringSettings) -
 
 
 def _measure_layers(
-    model: MaskedLM,
-    config: MaskedConfig,
-    texts: MaskedSet,
-    settings: ScoringSettings,
-    progress: Progress,
+    model: MaskedLM, config: MaskedConfig, texts: MaskedSet, run: EncoderRun, progress: Progress
 ) -> list[pl.DataFrame]:
     """Statistics of each layer; units are documents, for gradients batches of texts."""
-    documents, indices = documents_of(texts)
+    (documents, indices), settings = documents_of(texts), run.evaluation
     depths = measure_depth(
         model, texts, indices, settings.max_tokens, lambda n, of: progress(n, of, "layer by layer")
     )
