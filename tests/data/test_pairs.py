@@ -166,6 +166,9 @@ def test_prepared_once_with_splits_of_its_own(tmp_path: Path) -> None:
     assert [len(split) for split in data] == [60 - data.left_out.get(_LONG, 0), 8, 8]
     assert list(data.test.texts) == sentences(8, seed=3)
     assert data.train.texts == ()
+    for name in ("test_fraction", "validation_fraction", "seed"):
+        with pytest.raises(InputError, match=f"{name} has no meaning for .*its own splits"):
+            prepare_pairs(config.model_copy(update={name: 1}), tmp_path / "cache")
     for index, (source, target) in enumerate(data.test.texts):
         ids = data.test.source_ids(index)
         assert ids[-1] == 2
