@@ -19,7 +19,7 @@ from normattn.cli import extend_reading
 from normattn.cli.extend_reading import passkey_set, prepare_texts
 from normattn.cli.extend_settings import expand_methods
 from normattn.cli.model_options import method_names
-from normattn.cli.parsing import token_counts
+from normattn.cli.parsing import names, token_counts
 from studies.conftest import run as run_command
 from undrawn import undraw
 
@@ -266,6 +266,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
 def test_lengths_and_methods_as_typed() -> None:
     assert token_counts("16k, 8k,12000", "--lengths") == (8192, 12000, 16384)
     named = method_names("LeakyReRoPE(s=4,window=8),YaRN-logn+", "--methods")
+    assert named == names("LeakyReRoPE(s=4,window=8), YaRN-logn+", "--methods")
     assert expand_methods(named) == (*("unmodified", "LeakyReRoPE(s=4,window=8)"), "YaRN-logn+")
     assert {"PI", "SelfExtend", "ReRoPE-logn+"} < set(expand_methods(["all"]))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from normattn.cli.parsing import argument, flag, option, token_counts
-from normattn.errors import InputError
+from normattn.cli.parsing import argument, flag, names, option, token_counts
 
 ALL = "all"
 
@@ -16,18 +14,16 @@ ALL = "all"
 def method_names(text: str, name: str) -> tuple[str, ...]:
     """`"YaRN,ReRoPE(window=512)-logn+"` as two names.
 
-    Raises `InputError` for an empty or unknown name, before transformers is imported.
+    Raises `InputError` for an empty, repeated or unknown name, before transformers is imported.
     """
-    names = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
-    if not all(names):
-        raise InputError(f"{name} holds an empty name in {text!r}; separate names by commas")
-    for method in set(names) - {ALL}:
+    methods = names(text, name)
+    for method in set(methods) - {ALL}:
         from normattn.score.grammar import read
         from normattn.score.spec import is_unmodified
 
         if not is_unmodified(method):
             read(method)
-    return names
+    return methods
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ class CheckedCommand(TyperCommand):
 
 def names(text: str, option: str) -> tuple[str, ...]:
     """Parse `"KNA, QNA"` as two names; `InputError` for an empty or repeated name."""
-    parts = tuple(part.strip() for part in text.split(","))
+    parts = tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
     if not all(parts):
         raise InputError(f"{option} holds an empty name in {text!r}; separate names by commas")
     if len(set(parts)) != len(parts):

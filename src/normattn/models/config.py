@@ -446,16 +446,6 @@ def without_position(score: ScoreSpec) -> ScoreSpec:
     return ScoreSpec((*parts, nope), score.train_length)
 
 
-def without_foreign(base: Mapping[str, Any], block: str | None) -> dict[str, Any]:
-    """The fields `base` of a model, without those of its kind of block if `block` is another kind.
-
-    A preset's heads, say, do not apply to a gated attention unit. None leaves `base` unchanged.
-    """
-    kind = str(base.get("block", "mha"))
-    foreign = BLOCK_SETTINGS.get(kind, ()) if block not in (None, kind) else ()
-    return {name: value for name, value in base.items() if name not in foreign}
-
-
 @lru_cache(maxsize=1024)
 def _check_heads(score: ScoreSpec, heads: int, head_dim: int, kv_heads: int | None) -> None:
     """Raise `InputError` if the score does not support heads of this shape; cached for sweeps."""

@@ -30,11 +30,10 @@ from normattn.lab.studies.base import Study
 from normattn.lab.studies.keynorm import MATTERS
 from normattn.lab.studies.language import TextRun, TextSetting
 from normattn.lab.studies.methods import canonical_scores
-from normattn.lab.studies.preset import Preset, load_preset
+from normattn.lab.studies.preset import Preset, load_preset, overridden
 from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import merged, value_at
 from normattn.lab.sweep.run import Request, Sweep
-from normattn.models.config import without_foreign
 
 # factors: changes of the setting
 
@@ -68,10 +67,10 @@ class Change:
         block = changes.get("model.block")
         if block == training["model"].get("block", "mha"):
             return dict(training)
-        base = {**training, "model": without_foreign(training["model"], block)}
+        base = dict(training)
         if "optimiser" in changes:  # Another optimiser has other settings.
             base.pop("optimiser", None)
-        return merged(base, changes)
+        return overridden(base, changes)
 
     def _scaled(self, training: Mapping[str, Any], name: str) -> Any:
         """A number of the preset times its factor; steps are rounded down."""

@@ -23,7 +23,7 @@ from normattn.lab.data.tokens import GENERATED, TEXT_ONLY
 from normattn.lab.sweep.config import flatten, merged, value_at
 from normattn.lab.sweep.run import Request
 from normattn.lab.training.config import LoopConfig
-from normattn.models.config import without_foreign
+from normattn.models.config import BLOCK_SETTINGS
 from normattn.settings import Settings
 
 Protocol = Literal[
@@ -176,12 +176,15 @@ def overridden(
     """
     base, changes = merged(preset), merged({}, *layers)
     block, corpus = (value_at(changes, training + name) for name in ("model.block", "data.corpus"))
-    model, data = (value_at(base, training + name) for name in ("model", "data"))
-    foreign = {*model} - {*without_foreign(model, block)} if isinstance(model, dict) else ()
-    for name in foreign:
-        del model[name]
-    for name in TEXT_ONLY if isinstance(data, dict) and str(corpus).startswith(GENERATED) else ():
-        data.pop(name, None)
+    kind = str(value_at(base, f"{training}model.block") or "mha")
+    foreign = {
+        "model": () if block in (None, kind) else BLOCK_SETTINGS.get(kind, ()),
+        "data": TEXT_ONLY if str(corpus).startswith(GENERATED) else (),
+    }
+    for group, unused in foreign.items():
+        settings = value_at(base, training + group)
+        for name in unused if isinstance(settings, dict) else ():
+            settings.pop(name, None)
     return merged(base, *layers)
 
 
