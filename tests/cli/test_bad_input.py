@@ -72,6 +72,7 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
         (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
         (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
         (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
+        (["--protocols", "train-length,repeated", "--multiples", "1"], ["--multiples above 1"]),
         (["--multiples", "0"], ["--multiples", "at least 1"]),
         (["--multiples", "4,2"], ["multiples", "rise"]),
         (["--max-windows", "0"], ["--max-windows"]),

@@ -52,6 +52,9 @@ def evaluate_run(args: options.Evaluate) -> None:
         "seed": args.seed,
     }
     settings = EvaluationSettings.parse(fields, "evaluation settings")
+    longer = {"non_repeated", "repeated"}.intersection(settings.protocols if args.protocols else ())
+    if longer and settings.multiples == (1,):
+        raise InputError("--protocols non-repeated and repeated need one of --multiples above 1")
     score = config.model.score.resolve(train_length=train_length)
     methods = list(args.methods)
     if ALL in methods:
