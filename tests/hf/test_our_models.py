@@ -136,6 +136,20 @@ def test_padding_changes_nothing(make: Any) -> None:
     torch.testing.assert_close(found if found.dim() == 2 else found[:, 4:], wanted)
 
 
+@pytest.mark.parametrize("make", [causal, masked, classifier])
+def test_arguments_of_other_models_are_refused(make: Any) -> None:
+    """None and False, which PEFT passes, mean nothing."""
+    wrapped = normattn.hf.wrap(make())
+    found = logits(wrapped, inputs_embeds=None, output_attentions=False, return_dict=True)
+    assert torch.equal(found, logits(wrapped))
+    for name, value in (("inputs_embeds", torch.zeros(3, 9, 16)), ("output_attentions", True)):
+        with pytest.raises(InputError, match=f"takes no {name}"):
+            wrapped(IDS, **{name: value})
+    wrapped.config.output_hidden_states = True
+    with pytest.raises(InputError, match="takes no output_hidden_states"):
+        wrapped(IDS)
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     wrapped = normattn.hf.wrap(causal())
     with pytest.raises(InputError, match=r"attention_mask must be \(3, 9\)"):

@@ -116,7 +116,11 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
         *(f"{SERVER} --yarn-orig-ctx {LENGTH} --ctx-size 256", "attention factor: ", ""),
     ),
     "parallel requests": (
-        *(f"{SERVER} {LONGER} --yarn-orig-ctx {LENGTH} --ctx-size 256 -np 2", HALF, ""),
+        *(f"{SERVER} {LONGER} --yarn-orig-ctx {LENGTH} --ctx-size 256 -np 2", f"{HALF}: 2", ""),
+    ),
+    "parallel requests without a length": (
+        f"LLAMA_ARG_KV_UNIFIED=false {SERVER} {LONGER} --yarn-orig-ctx {LENGTH} -np 2",
+        *(f"{HALF}: 2", ""),
     ),
     "too short": (
         *(f"vllm serve m --hf-overrides '{OVERRIDES}' --max-model-len 128", HALF, STATIC),

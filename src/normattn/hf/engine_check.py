@@ -280,7 +280,9 @@ def _length_differences(intended: _Intention, settings: EngineSettings) -> Itera
         return
     longest, intended_longest = settings.max_length, intended.max_length
     if longest < intended_longest and (intended.plan is not None or settings.engine == "hf"):
-        yield f"longest text: {longest:,} instead of {intended_longest:,} tokens"
+        shared = f": {settings.slots} parallel requests share the context (-np)"
+        text = f"longest text: {longest:,} instead of {intended_longest:,} tokens"
+        yield text + shared * (settings.slots > 1)
     if longest > intended_longest:
         yield f"longest text: {longest:,} tokens; the intended method reaches {intended_longest:,}"
 

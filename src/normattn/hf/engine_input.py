@@ -54,6 +54,7 @@ class EngineSettings:
         ignored: what the engine ignores or refuses, a sentence each.
         rotary_dim: how many features rotate, where a GGUF file gives that.
         allows_long: whether an environment variable allows more than the derived length.
+        slots: how many parallel requests of llama.cpp share the context.
     """
 
     raw: dict[str, Any]
@@ -65,6 +66,7 @@ class EngineSettings:
     ignored: tuple[str, ...] = ()
     rotary_dim: int | None = None
     allows_long: bool = False
+    slots: int = 1
 
     @property
     def config(self) -> Any:
@@ -142,7 +144,7 @@ def _from_llama_cpp(
     if divisors is None:
         converted = model_ropes.get("full_attention", model_ropes)
         keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
-    rope, max_length, ignored = resolve_settings(converted, keys, flags, file, divisors)
+    rope, max_length, slots, ignored = resolve_settings(converted, keys, flags, file, divisors)
     model_rope: Any = next(iter(rope_parameter_sets(raw)), {})
     ropes: dict[str, Any] = {
         name: model_rope[name] for name in model_rope.keys() - SCALING_FIELDS
@@ -169,6 +171,7 @@ def _from_llama_cpp(
         "llama.cpp",
         ignored=tuple(ignored),
         rotary_dim=keys.get("rope.dimension_count"),
+        slots=slots,
     )
 
 

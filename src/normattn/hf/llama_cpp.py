@@ -202,13 +202,14 @@ def resolve_settings(
     flags: Mapping[str, str],
     file: str,
     divisors: Mapping[str, Sequence[float]] | None = None,
-) -> tuple[dict[str, Any], int | None, list[str]]:
+) -> tuple[dict[str, Any], int | None, int, list[str]]:
     """Resolve GGUF keys, without their architecture, and flags as llama.cpp does.
 
-    Returns the rope parameters with which transformers computes the same, the longest text, and a
-    sentence for each setting without effect. `converted` are the rope parameters that the converter
-    wrote into the file, `divisors` its tensors that divide frequencies. Raises `InputError` for a
-    value that llama.cpp would not read, and for settings that transformers cannot express.
+    Returns the rope parameters with which transformers computes the same, the longest text, the
+    number of requests that share the context, and a sentence for each setting without effect.
+    `converted` are the rope parameters that the converter wrote into the file, `divisors` its
+    tensors that divide frequencies. Raises `InputError` for a value that llama.cpp would not read,
+    and for settings that transformers cannot express.
     """
     numeric = flags.keys() - {"--rope-scaling", "--kv-unified"}
     numbers = {name: float(flags[name]) for name in numeric}
@@ -243,9 +244,10 @@ def resolve_settings(
         # transformers computes the same by LongRoPE with two equal lists.
         rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
         rope |= {_ORIGINAL: context, "short_factor": factors, "long_factor": factors}
-    ctx_size, ignored = int(numbers.get("--ctx-size", 0)), []
-    if "--kv-unified" not in flags:  # each of the parallel requests has an equal part
-        ctx_size //= max(1, int(numbers.get("--parallel", 1)))
+    # Each of the parallel requests has an equal part.
+    unified = flags.get("--kv-unified", "0").lower() not in ("0", "false", "off", "disabled")
+    slots = 1 if unified else max(1, int(numbers.get("--parallel", 1)))
+    ctx_size, ignored = (int(numbers.get("--ctx-size", 0)) or context) // slots, []
     if flags.get("--rope-scaling") == "none" and flags.keys() & {*_SCALE_FLAGS}:
         ignored.append("--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1")
     if yarn and "--yarn-attn-factor" in flags:
@@ -263,8 +265,8 @@ def resolve_settings(
     if amplitude != 1 and "attention_factor" not in rope:
         ignored.append(f"attention factor: cos and sin times {amplitude:.5g} instead of 1")
     # The server caps a slot at the file's context_length.
-    max_length = min(ctx_size or context, context) if context else ctx_size or None
-    return rope, max_length, ignored
+    max_length = min(ctx_size, context) if context else ctx_size or None
+    return rope, max_length, slots, ignored
 
 
 def _resolve_rope(

@@ -169,6 +169,7 @@ class NormattnModel(_Model):
     model: Any
     model_class: ClassVar[type[nn.Module]] = nn.Module
     _supports_sdpa = True
+    accepts_loss_kwargs = False  # or the Trainer would pass num_items_in_batch
 
     def __init__(self, config: NormattnBaseConfig, model: nn.Module | None = None) -> None:
         super().__init__(config)
@@ -189,6 +190,18 @@ class NormattnModel(_Model):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: normattn's models initialise their weights when they are built."""
+
+    def _refuse(self, unsupported: dict[str, Any]) -> None:
+        """Raise `InputError` for an argument or output of other models, unless None or False."""
+        outputs = ("output_attentions", "output_hidden_states")
+        asked = {name: getattr(self.config, name) for name in outputs}
+        asked |= {name: value for name, value in unsupported.items() if value is not None}
+        for name, value in asked.items():
+            if value is not None and value is not False:
+                raise InputError(
+                    f"a {type(self).__name__} takes no {name}: it gives logits for input_ids and "
+                    "attention_mask"
+                )
 
     def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
         """transformers' loss for this class of model; each one uses some of the arguments."""
@@ -237,6 +250,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         labels: Int[Tensor, "b t"] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        **unsupported: Any,
     ) -> Any:
         """Logits (B, T, V), the loss of `labels`, and the cache.
 
@@ -245,8 +259,10 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         in nats of labels[:, 1:] that are not −100. By default a cache is returned where no gradient
         is recorded. `logits_to_keep` is the number of last positions; 0 keeps all.
 
-        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, other caches.
+        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, other caches, and
+        other arguments than None or False (`inputs_embeds`, `output_attentions`, …).
         """
+        self._refuse(unsupported)
         if labels is not None and logits_to_keep:
             raise InputError("labels need all logits: leave logits_to_keep out")
         cache = self._cache(past_key_values, use_cache)
@@ -299,11 +315,13 @@ class NormattnEncoder(NormattnModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        **unsupported: Any,
     ) -> Any:
         """Logits, and the loss of `labels` in nats.
 
         `attention_mask` (B, T) is 0 for padding, on either side. Raises as the causal model does.
         """
+        self._refuse(unsupported)
         ids = checked_ids(input_ids, "input_ids")
         logits = self.model(ids, _padding_mask(ids, attention_mask))
         return self.output_class(loss=self._loss(logits, labels), logits=logits)
