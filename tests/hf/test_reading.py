@@ -14,6 +14,7 @@ from normattn import InputError
 from normattn.hf import load, token_scorer
 
 from .families import logits, model_of, tokens
+from .test_gguf import write
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite", "Cohere"])
@@ -38,11 +39,28 @@ def test_the_tokeniser_is_of_the_models_revision(
     (tmp_path / "config.json").write_text("{}")
     module = sys.modules[load.__module__]  # normattn.hf.load is the function
     monkeypatch.setattr(module, "load_unmodified", lambda *_, **__: (None, None))
+    monkeypatch.setattr(module, "_loading_options", lambda *_: {})
     auto = transformers.AutoTokenizer
     monkeypatch.setattr(auto, "from_pretrained", lambda source, **options: options)
     _, options = load(tmp_path, revision="old", token="secret", device_map="auto")
     assert (options["revision"], options["token"]) == ("old", "secret")
     assert "device_map" not in options
+    assert load("owner/name", subfolder="sub")[1] == {"subfolder": "sub"}
+
+
+def test_a_subfolder_holds_weights_and_tokeniser(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    letters = [*map(chr, range(33, 97)), '!"']
+    model = write(tmp_path / "sub" / "tiny.gguf", letters)
+    loaded, tokeniser = load(tmp_path, "tiny.gguf", subfolder="sub")
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    assert set(letters) <= tokeniser.get_vocab().keys()
+    with normattn.extend(loaded, "ReRoPE", window=8):
+        loaded.save_pretrained(tmp_path / "sub")
+    again = normattn.from_pretrained(str(tmp_path), subfolder="sub")
+    assert normattn.hf.extension_of(again).resolved.method == "ReRoPE(window=8)"
+    with pytest.raises(InputError, match="does not exist"):
+        load(tmp_path, subfolder="gone")
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:

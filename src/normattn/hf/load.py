@@ -49,13 +49,13 @@ def load(
     architecture that transformers cannot read, files that are damaged or do not match the
     configuration, and missing packages.
     """
+    model, options = _local_subfolder(model, options)
     loaded, _ = load_unmodified(model, gguf, dtype=dtype, **options)
-    names = (options.keys() & {*_HUB_OPTIONS}) - {"subfolder"}  # The subfolder is the weights'.
-    hub_options = {name: options[name] for name in names}
+    hub_options = {name: options[name] for name in options.keys() & {*_HUB_OPTIONS}}
     return loaded, read_tokeniser(model, gguf, **hub_options)
 
 
-def from_pretrained(path: str, **options: Any) -> Any:
+def from_pretrained(path: str | Path, **options: Any) -> Any:
     """A causal language model of transformers, extended by the method that it was saved with.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
@@ -71,6 +71,7 @@ def from_pretrained(path: str, **options: Any) -> Any:
     `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
     the configuration names no extension, and as `normattn.hf.load` does.
     """
+    path, options = _local_subfolder(path, options)
     record: dict[str, Any] | None
     if is_adapter(path):
         record = read_adapter_record(path)
@@ -90,6 +91,14 @@ def from_pretrained(path: str, **options: Any) -> Any:
         )
     extend(model, record["method"], train_length=record["train_length"])
     return model
+
+
+def _local_subfolder(path: str | Path, options: dict[str, Any]) -> tuple[str | Path, Any]:
+    """Both with `subfolder` moved to the path of a folder; that of a repository stays an option."""
+    if not (options.get("subfolder") and expand_path(path).is_dir()):
+        return path, options
+    rest = {name: value for name, value in options.items() if name != "subfolder"}
+    return expand_path(path).absolute() / options["subfolder"], rest
 
 
 def load_unmodified(
