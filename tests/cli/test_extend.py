@@ -281,12 +281,15 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--lengths", "64"), "the longest of --lengths, 64, is within the training length of 128"),
         (("--factor", 0.5), "factor must be a number of at least 1"),
         (("--window", 129), "window=129 is larger than the training length of 128"),
+        (("--lengths", "128,4k"), "that has enough text, 128, is within the training length"),
+        (("--lengths", "4k", "--train-length", 4000), "has 3,000 tokens"),
+        (("--engine-version", "4.57"), "--engine-version is only for --emit"),
         (("--methods", "ABF", "--factor", 2), "none of --methods takes a factor"),
         (("--methods", "YaRN", "--emit", "vllm"), "--text has no use with --emit"),
         (("--engine-version", "0.9"), "--engine-version needs --emit"),
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
-        (("--lengths", "4k"), "has 3,000 tokens, and the shortest length, 4,096, needs 4,097"),
+        (("--lengths", "4k"), "has no room for 4,096 tokens in one window"),
         (("--lengths", "130", "--train-length", 40), "has no room for the pass key"),
     ],
 )
@@ -303,6 +306,19 @@ def test_bad_input_is_one_sentence(
     options = [each for pair in given.items() for each in pair]
     assert sentence in command("extend", model, *options, "--out", tmp_path / "run").last
     assert not (tmp_path / "run").exists()
+
+
+def test_lengths_within_training(command: Command, model: Path, text: Path, tmp_path: Path) -> None:
+    """They need a factor only where a method has none, and text for the training length."""
+    rest = ("--text", text, "--lengths", 64, "--windows", 1, "--no-passkey", "--out", tmp_path)
+    command.done("extend", model, "--methods", "YaRN(factor=4),ReRoPE", *rest)
+    assert _value(tmp_path, "YaRN(factor=4)", "table", "loss_64") > 0
+
+
+@pytest.mark.parametrize("given", [("--save", "x"), ("--windows", 3), ("--no-passkey",)])
+def test_emit_evaluates_nothing(command: Command, model: Path, given: tuple[object, ...]) -> None:
+    said = command("extend", model, "--methods", "YaRN", "--emit", "hf", *given)
+    assert "has no effect with --emit" in said.sentence
 
 
 def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) -> None:

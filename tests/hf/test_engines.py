@@ -273,6 +273,7 @@ def test_the_command_line(tmp_path: Path, command: Command) -> None:
         (): "--emit needs one method",
         ("--methods", "YaRN", "--window", "4"): "none of --methods takes a window",
         ("--methods", "YaRN", "--emit", "ollama"): "ollama",
+        ("--methods", "YaRN", "--emit", "gguf", "--out", "a.gguf"): "of a GGUF file writes one",
         ("--methods", "YaRN(factor=2)", "--lengths", 4 * LENGTH): "reaches",
     }
     for more, why in refusals.items():

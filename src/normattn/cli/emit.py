@@ -39,11 +39,15 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
             raise InputError(f"--{name} has no use with --emit, which evaluates nothing")
     model = expand_path(args.model)
     source = model if args.gguf is None else model / args.gguf
+    out = args.out
+    copies = engine == "gguf" and source.suffix == ".gguf"
+    if out is not None and out.suffix == ".gguf" and not copies:
+        raise InputError(f"--out {out}: only --emit gguf of a GGUF file writes one")
     deployment = _plan_deployment(args, source, methods[0])
-    text, out = emit(deployment, engine), args.out
+    text = emit(deployment, engine)
     if out is None:
         print(text, end="")
-    elif engine == "gguf" and source.suffix == ".gguf":
+    elif copies:
         write_gguf(source, out, checked_gguf_keys(deployment))
     else:
         write_text(out, text, new=True)

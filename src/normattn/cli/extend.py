@@ -38,6 +38,7 @@ from normattn.lab.training.distributed import choose_device
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import Console, show
 
+_EVALUATION = ("text", "windows", "passkey", "dtype", "device", "seed", "save")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES_SECONDS = 10.0
 """Seconds between two lines of progress where stderr is not a terminal."""
@@ -53,6 +54,10 @@ def extend_model(args: model_options.Extend) -> None:
     Raises `InputError` for invalid input before any evaluation, and at the end if no method is
     worth saving. Raises `NormattnError` at the end if a method failed; other measurements are kept.
     """
+    for name in ("engine_version",) if args.emit is None else _EVALUATION:
+        if getattr(args, name) != getattr(model_options.Extend, name):
+            only = "is only for" if args.emit is None else "has no effect with"
+            raise InputError(f"--{name.replace('_', '-')} {only} --emit")
     if args.emit is not None:
         emit_method(args, args.emit.lower())
         return
@@ -87,12 +92,14 @@ def _resolve(
     """The settings with every value, the windows, and notes on what the text is too short for."""
     train_length, lengths, *_ = choose_values(args, model)
     text = tuple(args.text or DEFAULT_TEXT)
-    texts, lengths, notes = prepare_texts(tokeniser, text, lengths, args.windows, args.seed)
-    if lengths[-1] < train_length:
+    passes = sorted({*lengths, train_length})
+    texts, fitting, notes = prepare_texts(tokeniser, text, passes, args.windows, args.seed)
+    for length in {train_length, lengths[0]}.difference(fitting):
         raise InputError(
-            f"the text ({', '.join(text)}) has room for {lengths[-1]:,} tokens in one window, less "
-            f"than the training length of {train_length:,}: give more with --text"
+            f"the text ({', '.join(text)}) has no room for {length:,} tokens in one window: give "
+            "more with --text"
         )
+    lengths = tuple(length for length in lengths if length in fitting)
     settings = ExtensionSettings(
         **choose_values(args, model, lengths)._asdict(),
         model=args.model,

@@ -89,8 +89,8 @@ def prepare_texts(
     if not fitting:
         raise InputError(
             f"the text ({', '.join(text)}) has {len(ids):,} tokens, and the shortest length, "
-            f"{lengths[0]:,}, needs {lengths[0] + 1:,}: give more text with --text, or shorter "
-            "--lengths"
+            f"{lengths[0]:,}, needs {lengths[0] + 1:,}: give more text with --text, or a "
+            "shorter length"
         )
     size, notes = fitting[-1] + 1, []
     if len(fitting) < len(lengths):

@@ -113,8 +113,8 @@ def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = No
     """The values of the options, or defaults for the model; `lengths` replace --lengths.
 
     With the training length L, the lengths are L and 2 L, the factor is the longest length / L and
-    the window is L / 4. Raises `InputError` for lengths within L without a factor, and for an
-    unknown L.
+    the window is L / 4. Raises `InputError` for lengths within L where a method needs a factor,
+    and for an unknown L.
     """
     try:
         trained = args.train_length or known_length(model_parts(model))[0]
@@ -122,12 +122,14 @@ def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = No
         raise InputError(
             str(error).replace("pass train_length=…", "pass --train-length")
         ) from error
+    with_text = "" if lengths is None else " that has enough text"
     lengths = lengths or args.lengths or (trained, 2 * trained)
     window = max(1, trained // 4) if args.window is None else args.window
-    if args.factor is None and lengths[-1] <= trained:
+    takes_factor = any("factor" in open_parameters(x) for x in expand_methods(args.methods)[1:])
+    if args.factor is None and takes_factor and lengths[-1] <= trained:
         raise InputError(
-            f"the longest of --lengths, {lengths[-1]:,}, is within the training length of "
-            f"{trained:,}, so it gives no factor above 1: name a longer length, or give --factor"
+            f"the longest of --lengths{with_text}, {lengths[-1]:,}, is within the training length "
+            f"of {trained:,}, so it gives no factor above 1: name a longer length, or give --factor"
         )
     factor = lengths[-1] / trained if args.factor is None else args.factor
     return ChosenValues(trained, lengths, factor, window)

@@ -193,15 +193,13 @@ class NormattnModel(_Model):
 
     def _refuse(self, unsupported: dict[str, Any]) -> None:
         """Raise `InputError` for an argument or output of other models, unless None or False."""
-        outputs = ("output_attentions", "output_hidden_states")
-        asked = {name: getattr(self.config, name) for name in outputs}
+        asked = {x: getattr(self.config, x) for x in ("output_attentions", "output_hidden_states")}
         asked |= {name: value for name, value in unsupported.items() if value is not None}
-        for name, value in asked.items():
-            if value is not None and value is not False:
-                raise InputError(
-                    f"a {type(self).__name__} takes no {name}: it gives logits for input_ids and "
-                    "attention_mask"
-                )
+        for name in (x for x, value in asked.items() if value is not None and value is not False):
+            raise InputError(
+                f"a {type(self).__name__} takes no {name}: it gives logits for input_ids and "
+                "attention_mask"
+            )
 
     def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
         """transformers' loss for this class of model; each one uses some of the arguments."""
