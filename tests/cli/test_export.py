@@ -176,6 +176,8 @@ def test_places_that_are_refused(
     assert "is not empty" in command("export", trained, tmp_path / "full").sentence
     assert "is a file" in command("export", trained, tmp_path / "full" / "mine").sentence
     assert "not a run directory" in command("export", tmp_path / "full", tmp_path / "x").sentence
+    (tmp_path / "full" / "config.json").write_text('{"model_type": "normattn"}')
+    assert "model of transformers" in command("export", tmp_path / "full", tmp_path / "x").sentence
     (run / "model" / "model.safetensors").write_bytes(b"x")
     assert "is damaged" in command("export", run, tmp_path / "x").sentence
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full", "runs"]

@@ -289,7 +289,7 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--engine-version", "0.9"), "--engine-version needs --emit"),
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
-        (("--lengths", "4k"), "has no room for 4,096 tokens in one window"),
+        (("--lengths", "4k"), "has no room for 4,096 tokens: give more"),
         (("--lengths", "130", "--train-length", 40), "has no room for the pass key"),
     ],
 )

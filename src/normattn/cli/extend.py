@@ -56,8 +56,8 @@ def extend_model(args: model_options.Extend) -> None:
     """
     for name in ("engine_version",) if args.emit is None else _EVALUATION:
         if getattr(args, name) != getattr(model_options.Extend, name):
-            only = "is only for" if args.emit is None else "has no effect with"
-            raise InputError(f"--{name.replace('_', '-')} {only} --emit")
+            unused = "is only for" if args.emit is None else "has no effect with"
+            raise InputError(f"--{name.replace('_', '-')} {unused} --emit")
     if args.emit is not None:
         emit_method(args, args.emit.lower())
         return
@@ -96,8 +96,7 @@ def _resolve(
     texts, fitting, notes = prepare_texts(tokeniser, text, passes, args.windows, args.seed)
     for length in {train_length, lengths[0]}.difference(fitting):
         raise InputError(
-            f"the text ({', '.join(text)}) has no room for {length:,} tokens in one window: give "
-            "more with --text"
+            f"the text ({', '.join(text)}) has no room for {length:,} tokens: give more with --text"
         )
     lengths = tuple(length for length in lengths if length in fitting)
     settings = ExtensionSettings(

@@ -257,8 +257,7 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         in nats of labels[:, 1:] that are not −100. By default a cache is returned where no gradient
         is recorded. `logits_to_keep` is the number of last positions; 0 keeps all.
 
-        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, other caches, and
-        other arguments than None or False (`inputs_embeds`, `output_attentions`, …).
+        Raises `InputError` for ids outside the vocabulary (on CPU), other shapes, caches, options.
         """
         self._refuse(unsupported)
         if labels is not None and logits_to_keep:

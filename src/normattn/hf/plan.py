@@ -142,7 +142,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     refuse_applied(parts.model.config)
     spec, source = _resolve_method(parts, method, train_length, parameters)
     if not has_rotary_module(parts.model):
-        raise InputError(f"{parts.name} is not a rotary model")
+        raise InputError(f"{parts.name} is not a rotary model of transformers")
     layers = probe(parts)
     detect_layers(parts, layers)
     planned = Plan(parts, tuple(layers), spec, source)

@@ -71,6 +71,8 @@ class RunDirectory:
         if not file.is_file():
             raise InputError(f"{path} is not a run directory: it holds no config.json")
         stored = read_object(file)
+        if "model_type" in stored:
+            raise InputError(f"{path} is not a run directory: it holds a model of transformers")
         stored_kind, config = stored.get("kind"), stored.get("config")
         if not isinstance(stored_kind, str) or not isinstance(config, dict):
             raise InputError(f"{file} is damaged: expected a kind and a config")
