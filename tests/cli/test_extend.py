@@ -285,8 +285,6 @@ def test_lengths_and_methods_as_typed() -> None:
         (("--lengths", "4k", "--train-length", 4000), "has 3,000 tokens"),
         (("--engine-version", "4.57"), "--engine-version is only for --emit"),
         (("--methods", "ABF", "--factor", 2), "none of --methods takes a factor"),
-        (("--methods", "YaRN", "--emit", "vllm"), "--text has no use with --emit"),
-        (("--engine-version", "0.9"), "--engine-version needs --emit"),
         (("--dtype", "fp8"), "'fp8' is not one of 'fp32', 'bf16'"),
         (("--text", "nowhere.txt"), "corpus 'nowhere.txt' does not exist"),
         (("--lengths", "4k"), "has no room for 4,096 tokens: give more"),

@@ -34,9 +34,6 @@ def emit_method(args: model_options.Extend, engine: str) -> None:
     if len(methods) != 1:
         raise InputError("--emit needs one method, such as --methods 'YaRN(factor=4)'")
     refuse_unused(methods, args)
-    for name in ("text", "windows", "passkey", "dtype", "device", "seed", "save"):
-        if getattr(args, name) != getattr(model_options.Extend, name):
-            raise InputError(f"--{name} has no use with --emit, which evaluates nothing")
     model = expand_path(args.model)
     source = model if args.gguf is None else model / args.gguf
     out = args.out

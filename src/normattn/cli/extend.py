@@ -63,8 +63,6 @@ def extend_model(args: model_options.Extend) -> None:
         return
     methods = expand_methods(args.methods)
     refuse_unused(methods, args)
-    if args.engine_version is not None:
-        raise InputError("--engine-version needs --emit ENGINE")
     if args.save is not None and args.save.exists():
         raise InputError(f"--save {args.save} exists already: choose a new folder")
     with Console(stderr=True).status(f"loading {args.model}"):
