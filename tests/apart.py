@@ -68,15 +68,12 @@ class Program:
     def ended(self) -> bool:
         return self._process.exitcode is not None
 
-    def printed(self) -> str:
-        return self._so_far("out")
-
-    def complained(self) -> str:
-        return self._so_far("err")
-
-    def _so_far(self, name: str) -> str:
+    def printed(self, name: str = "out") -> str:
         file = Path(self._folder.name, name)
         return file.read_text() if file.exists() else ""
+
+    def complained(self) -> str:
+        return self.printed("err")
 
     def clear(self) -> None:
         """Nothing is left of it, whether it ended or not."""

@@ -21,9 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--thorough` the tests of that mark are skipped."""
-    if config.getoption("--thorough"):
-        return
-    for item in items:
+    for item in [] if config.getoption("--thorough") else items:
         if item.get_closest_marker("thorough"):
             item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
 

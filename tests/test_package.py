@@ -53,19 +53,20 @@ def test_a_version_is_one_everywhere() -> None:
 
 
 @pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The metadata hook, on a stand-in for hatchling's base class."""
     module = ModuleType("hatchling.metadata.plugin.interface")
     module.__dict__["MetadataHookInterface"] = type("MetadataHookInterface", (), {"root": ROOT})
     for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return runpy.run_path(str(ROOT / "scripts" / "package_page.py"))
+    monkeypatch.delenv("NORMATTN_REPOSITORY", raising=False)
+    return runpy.run_path(str(ROOT / "scripts" / "package_page.py"))["PackagePage"]
 
 
-def shown(page: dict[str, Any]) -> tuple[str, dict[str, str]]:
+def shown(page: Any) -> tuple[str, dict[str, str]]:
     metadata: dict[str, Any] = {}
-    page["PackagePage"]().update(metadata)
+    page().update(metadata)
     assert metadata["readme"]["content-type"] == "text/markdown"
     return metadata["readme"]["text"], metadata["urls"]
 
@@ -74,10 +75,7 @@ def targets(text: str) -> list[str]:
     return re.findall(r"\]\(([^)]*)\)", text)
 
 
-def test_without_an_address_the_page_points_nowhere(
-    page: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NORMATTN_REPOSITORY", raising=False)
+def test_without_an_address_the_page_points_nowhere(page: Any) -> None:
     text, urls = shown(page)
     assert urls == {}
     assert "![" not in text
@@ -86,7 +84,7 @@ def test_without_an_address_the_page_points_nowhere(
 
 
 def test_with_an_address_every_target_is_a_file_of_this_version(
-    page: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NORMATTN_REPOSITORY", f"{ADDRESS}/")
     text, urls = shown(page)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ stopping.GRACE_SECONDS = 0.5
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)
 """
-SENTENCE = "normattn: stopped by SIGTERM; rerun the command to resume\n"
 
 WAYS = {
     "between two instructions": "stop(); time.sleep(60)",
@@ -61,43 +59,41 @@ WAYS = {
 }
 
 
-def run(body: str) -> tuple[int, str, float]:
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+
+
+def run(body: str) -> tuple[int, str]:
     lines = [f"    {line.removeprefix('        ')}" for line in body.strip("\n").splitlines()]
     script = "\n".join([PREAMBLE, "def command():", *lines, "stopping.run_stoppable(command)"])
-    before = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    return done.returncode, done.stderr, time.monotonic() - before
+    done = python("-c", script)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stop_is_one_sentence_and_130(way: str) -> None:
-    code, said, _ = run(WAYS[way])
-    assert (code, said) == (130, SENTENCE)
+    said = "normattn: stopped by SIGTERM; rerun the command to resume\n"
+    assert run(WAYS[way]) == (130, said)
 
 
 def test_without_a_signal_the_outcome_is_the_command_s() -> None:
-    assert run("sys.exit(3)")[:2] == (3, "")
-    code, said, _ = run("raise ValueError('ours')")
+    assert run("sys.exit(3)") == (3, "")
+    code, said = run("raise ValueError('ours')")
     assert code == 1
     assert "ValueError: ours" in said
     # A signal at the very end changes nothing.
-    assert run("import atexit; atexit.register(stop)")[:2] == (0, "")
+    assert run("import atexit; atexit.register(stop)") == (0, "")
 
 
 def test_work_with_handlers_of_its_own_is_left_alone() -> None:
-    code, said, _ = run("""
+    ours = """
         with stopping.StopRequest() as request:
             stop()
             time.sleep(1.5)
-        print(request.by, file=sys.stderr)""")
-    assert (code, said) == (0, "SIGTERM\n")
+        print(request.by, file=sys.stderr)"""
+    assert run(ours) == (0, "SIGTERM\n")
 
 
 def test_the_guard_stands_before_anything_heavy_is_imported() -> None:
@@ -106,14 +102,8 @@ def test_the_guard_stands_before_anything_heavy_is_imported() -> None:
         "heavy = {'torch', 'numpy', 'typer', 'typing', 'normattn.cli'} & set(sys.modules)\n"
         "print(*sorted(heavy))"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", script],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == ""
+    done = python("-S", "-c", script)
+    assert (done.returncode, done.stdout.strip()) == (0, "")
 
 
 @pytest.fixture

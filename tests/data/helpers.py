@@ -149,7 +149,6 @@ def item(text: str, *relations: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` where it may have no folder yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value), encoding="utf-8")
 

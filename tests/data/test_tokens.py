@@ -1,4 +1,4 @@
-"""From text to cached tokens: split by document, built once, whole or absent, resumed."""
+"""From text to cached tokens: split by document, built once, resumed; by which tokenisers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tracemalloc
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,25 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from normattn.errors import InputError
-from normattn.lab.data import store, tokens
+from normattn.lab.data import store, tokeniser, tokens
 from normattn.lab.data.batches import MaskedBatches, Masking, TrainingBatches
 from normattn.lab.data.sources import Corpus, Document
-from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.data.tokens import CopyTask, DataConfig, TokenData, prepare_tokens
+from normattn.lab.data.tokeniser import (
+    SEPARATOR,
+    SEPARATOR_ID,
+    Tokeniser,
+    WordPieces,
+    train_tokeniser,
+    train_word_pieces,
+)
+from normattn.lab.data.tokens import CopyTask, DataConfig, prepare_tokens
 
 from .helpers import write_folder
-
-AS_COMMAND = """
-import os, sys
-os.environ["NORMATTN_CACHE"] = sys.argv.pop(1)
-from normattn.__main__ import main
-main()
-"""
 
 
 def config(corpus: object, **changes: Any) -> DataConfig:
@@ -42,25 +44,16 @@ def config(corpus: object, **changes: Any) -> DataConfig:
     return DataConfig(corpus=str(corpus), **values)
 
 
-def splits(data: TokenData) -> dict[str, set[str]]:
-    return {name: set(data.split(name).names) for name in ("train", "validation", "test")}
-
-
 def cached(place: Path) -> Path:
     (folder,) = (path for path in place.iterdir() if path.is_dir())
     return folder
-
-
-def progress(folder: Path) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-    return stored
 
 
 def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "text")
     data = prepare_tokens(config(folder), tmp_path / "cache")
     assert data.tokeniser is not None
-    seen = set()
+    seen = set[str]()
     for split in data:
         assert split.total == sum(split.lengths + 1) == len(split.tokens)
         assert split.token_counts(300).sum() == split.total
@@ -69,7 +62,7 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
             assert data.tokeniser.decode(split.document(i)) == text
             assert split.window(i, len(split.document(i)), 1) == [0]
             assert split.lengths[i] == len(split.document(i))
-            seen.add(name)
+        seen |= set(split.names)
     assert len(seen) == 40
     assert not data.train.tokens[:9].flags.writeable
     with pytest.raises(InputError, match="there is no split 'dev'"):
@@ -102,21 +95,22 @@ def test_the_windows_are_those_that_published_models_were_trained_on(tmp_path: P
 
 def test_splits_share_no_document_and_move_only_with_the_seed(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "text")
-    first = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+
+    def splits(**changes: Any) -> dict[str, set[str]]:
+        data = prepare_tokens(config(folder, **changes), tmp_path / "cache")
+        return {name: set(data.split(name).names) for name in ("train", "validation", "test")}
+
+    first = splits()
     assert all(first.values())
     assert len(set.union(*first.values())) == sum(map(len, first.values()))
     for path in sorted(folder.iterdir()):  # equal texts stand in one split
         (folder / f"z-{path.name}").write_bytes(path.read_bytes())
-    grown = splits(prepare_tokens(config(folder), tmp_path / "cache"))
+    grown = splits()
     assert grown == {name: own | {f"z-{one}" for one in own} for name, own in first.items()}
     if sys.platform.startswith("linux"):  # Other systems have no such names.
         (folder / os.fsdecode(b"\xff.txt")).write_text("a name that is not UTF-8")
-        named = splits(prepare_tokens(config(folder), tmp_path / "cache"))
-        assert "\\udcff.txt" in set.union(*named.values())
-    other = splits(prepare_tokens(config(folder, seed=1), tmp_path / "cache"))
-    assert other["test"] != grown["test"]
-    larger = splits(prepare_tokens(config(folder, test_fraction=0.5), tmp_path / "cache"))
-    assert grown["test"] < larger["test"]
+        assert "\\udcff.txt" in set.union(*splits().values())
+    assert splits(seed=1)["test"] != grown["test"] < splits(test_fraction=0.5)["test"]
 
 
 def test_the_tokeniser_learns_from_training_documents_only(tmp_path: Path) -> None:
@@ -125,9 +119,8 @@ def test_the_tokeniser_learns_from_training_documents_only(tmp_path: Path) -> No
     for name in first.test.names:
         (folder / name).write_text("qqqq " * 500, encoding="utf-8")
     second = prepare_tokens(config(folder), tmp_path / "cache")
-    assert first.tokeniser is not None
-    assert second.tokeniser is not None
-    assert first.tokeniser.fingerprint == second.tokeniser.fingerprint
+    prints = [made.tokeniser and made.tokeniser.fingerprint for made in (first, second)]
+    assert prints[0] == prints[1] is not None
     assert first.fingerprint != second.fingerprint
 
 
@@ -219,22 +212,22 @@ def _prepare(corpus: Corpus, cache: Path, log: Path) -> None:
         return encode(self, texts)
 
     setattr(Tokeniser, "encode_batch", counting)  # noqa: B010
-    with warnings.catch_warnings(record=True) as raised:
-        try:
-            prepare_tokens(config("generated"), cache)
-        except InputError as error:
-            raise SystemExit(str(error)) from error
-    log.with_suffix(".warnings").write_text("\n".join(str(one.message) for one in raised))
+    try:
+        prepare_tokens(config("generated"), cache)
+    except InputError as error:
+        raise SystemExit(str(error)) from error
 
 
-def code_of_builder(corpus: Corpus, cache: Path, log: Path) -> int | None:
-    """How a process of its own ends that prepares the corpus."""
-    process = multiprocessing.get_context("fork").Process(
-        target=_prepare, args=(corpus, cache, log)
-    )
-    process.start()
-    process.join(60)
-    return process.exitcode
+def code_of_builders(corpus: Corpus, cache: Path, log: Path, count: int = 1) -> set[int | None]:
+    """How processes of their own end that prepare the corpus at once."""
+    context = multiprocessing.get_context("fork")
+    arguments = corpus, cache, log
+    processes = [context.Process(target=_prepare, args=arguments) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return {process.exitcode for process in processes}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -246,7 +239,7 @@ def test_a_preparation_that_is_killed_or_fails_goes_on_to_the_same_bytes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    assert code_of_builder(generated(300), tmp_path / "one", log) == 0
+    assert code_of_builders(generated(300), tmp_path / "one", log) == {0}
     one = cached(tmp_path / "one")
     for fatal, fault, code, said in (
         (0, kill, -signal.SIGKILL, ""),
@@ -255,27 +248,20 @@ def test_a_preparation_that_is_killed_or_fails_goes_on_to_the_same_bytes(
         (290, kill, -signal.SIGKILL, ""),
     ):
         failing = generated(300, fatal, tmp_path / "fails", fault)
-        assert code_of_builder(failing, tmp_path / "two", log) == code
+        assert code_of_builders(failing, tmp_path / "two", log) == {code}
         assert said in capfd.readouterr().err
-    begun = cached(tmp_path / "two")
-    kept = progress(begun)
-    assert 200 <= kept["items"] < 290
+    kept = json.loads((cached(tmp_path / "two") / "progress.json").read_text())["items"]
+    assert 200 <= kept < 290
     log.write_text("")
-    assert code_of_builder(generated(300), tmp_path / "two", log) == 0
-    assert log.read_text() == "t" * (294 - kept["items"])
+    assert code_of_builders(generated(300), tmp_path / "two", log) == {0}
+    assert log.read_text() == "t" * (294 - kept)
     assert files(tmp_path / "two" / one.name) == files(one)
     assert {path.name for path in (tmp_path / "two").iterdir()} == {one.name, f"{one.name}.lock"}
 
 
 def test_processes_at_once_build_once(tmp_path: Path) -> None:
-    context, log = multiprocessing.get_context("fork"), tmp_path / "log"
-    arguments = (generated(100), tmp_path / "cache", log)
-    processes = [context.Process(target=_prepare, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    log = tmp_path / "log"
+    assert code_of_builders(generated(100), tmp_path / "cache", log, 3) == {0}
     assert log.read_text() == "t" * 98
 
 
@@ -295,37 +281,12 @@ def test_text_streams_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_bad_corpora_and_places_are_sentences_and_leave_no_cache(tmp_path: Path) -> None:
     cache, empty = tmp_path / "cache", tmp_path / "empty.txt"
     empty.write_text("", encoding="utf-8")
-    with pytest.raises(InputError, match=r"empty\.txt' is empty"):
-        prepare_tokens(config(empty), cache)
-    with pytest.raises(InputError, match="does not exist"):
-        prepare_tokens(config(tmp_path / "none"), cache)
+    for place, said in ((empty, r"empty\.txt' is empty"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(InputError, match=said):
+            prepare_tokens(config(place), cache)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     with pytest.raises(InputError, match=r"empty\.txt"):
         prepare_tokens(config(write_folder(tmp_path / "text", 3)), empty / "inside")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 256}, "vocab_size must be at least 257"),
-        ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leave nothing to train on"),
-        ({"tiled_low": 9, "tiled_high": 8}, "must not exceed tiled_high"),
-        *(
-            ({"corpus": "synthetic:copy", name: value}, f"{name} has no meaning")
-            for name, value in {
-                "tiled_fraction": 0.5,
-                "tiled_low": 9,
-                "tiled_high": 9,
-                "max_bytes": 9,
-                "test_fraction": 0.5,
-                "validation_fraction": 0.5,
-            }.items()
-        ),
-    ],
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        DataConfig(**changes)
 
 
 # Generated copying: fresh noise to train on, tiled documents to test on.
@@ -361,16 +322,124 @@ def test_the_tokens_follow_from_seed_and_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "message"),
+    ("changes", "said"),
     [
-        ("synthetic:sort", "the generated corpus is 'synthetic:copy'"),
-        ("synthetic:copy?low=x", "low: .*valid integer"),
-        ("synthetic:copy?hgh=4", "hgh: there is no such setting"),
-        ("synthetic:copy?low=9&high=3", "expected low ≤ high"),
-        ("synthetic:copy?low=4&low=8", "each option once"),
-        ("synthetic:copy?documents=0", "documents: .*greater than or equal to 1"),
+        ({"vocab_size": 256}, "vocab_size must be at least 257"),
+        ({"test_fraction": 0.6, "validation_fraction": 0.4}, "leave nothing to train on"),
+        ({"tiled_low": 9, "tiled_high": 8}, "must not exceed tiled_high"),
+        *(
+            ({"corpus": "synthetic:copy", name: value}, f"{name} has no meaning")
+            for name, value in {"tiled_fraction": 0.5, "tiled_low": 9, "max_bytes": 9}.items()
+        ),
+        ({"corpus": "synthetic:copy", "test_fraction": 0.5}, "test_fraction has no meaning"),
+        ({"corpus": "synthetic:sort"}, "the generated corpus is 'synthetic:copy'"),
+        ({"corpus": "synthetic:copy?low=x"}, "low: .*valid integer"),
+        ({"corpus": "synthetic:copy?hgh=4"}, "hgh: there is no such setting"),
+        ({"corpus": "synthetic:copy?low=9&high=3"}, "expected low ≤ high"),
+        ({"corpus": "synthetic:copy?low=4&low=8"}, "each option once"),
+        ({"corpus": "synthetic:copy?documents=0"}, "documents: .*greater than or equal to 1"),
     ],
 )
-def test_wrong_addresses_are_refused(address: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        prepare_tokens(DataConfig(corpus=address))
+def test_wrong_settings_and_addresses_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((InputError, ValidationError), match=said):
+        prepare_tokens(DataConfig(**changes))
+
+
+# Byte-level BPE, lossless and deterministic; word pieces as BERT's and transformers' are.
+
+# Many pairs with equal counts: a tie decides nearly every merge.
+TIES = ["ab cd ef gh ij kl mn op", "ba dc fe hg ji lk nm po", "xyz zyx"] * 3
+TOKENISER = train_tokeniser(TIES, 300)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text())
+def test_every_text_comes_back(text: str) -> None:
+    ids = TOKENISER.encode(text)
+    assert TOKENISER.decode(ids) == text
+    assert SEPARATOR_ID not in ids
+
+
+def test_the_separator_is_id_0_and_text_cannot_forge_it() -> None:
+    assert TOKENISER.decode([SEPARATOR_ID]) == SEPARATOR
+    forged = f"a{SEPARATOR}b"
+    reloaded = Tokeniser(TOKENISER._json)
+    assert SEPARATOR_ID not in reloaded.encode(forged)
+    assert reloaded.decode(reloaded.encode(forged)) == forged
+
+
+TRAIN = """
+import json, sys
+from normattn.lab.data.tokeniser import train_tokeniser, train_word_pieces
+texts = json.loads(sys.argv[1])
+pieces = train_word_pieces(texts, 90, True)
+print(json.dumps([train_tokeniser(texts, 300).fingerprint, pieces.entries]))
+"""
+
+
+def test_training_gives_the_same_under_any_hash_seed_and_threads() -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "-c", TRAIN, json.dumps(TIES)]
+    other = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    entries = [*train_word_pieces(TIES, 90, lower_case=True).entries]
+    assert json.loads(other.stdout) == [train_tokeniser(TIES, 300).fingerprint, entries]
+
+
+def test_saving_loading_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tokeniser.json"
+    TOKENISER.save(file)
+    assert Tokeniser.load(file).fingerprint == TOKENISER.fingerprint
+    file.write_text("{{", encoding="utf-8")
+    with pytest.raises(InputError, match=r"tokeniser\.json is damaged"):
+        Tokeniser.load(file)
+    with pytest.raises(InputError, match="does not exist"):
+        Tokeniser.load(tmp_path / "none.json")
+    monkeypatch.setattr(tokeniser, "MAX_BYTES", 1)
+    with pytest.raises(InputError, match=r"tokeniser\.json is larger than 1 bytes"):
+        Tokeniser.load(file)
+
+
+# Word pieces.
+
+WORD_TEXTS = [
+    "The Quick brown fox, naïve as ever, jumps.",
+    "unaffable foxes jumped over 1,000 naive quick-witted dogs!",
+    "中文 and 1 . FC Köln: [UNK] [PAD] ##ing",
+]
+
+
+def test_a_given_vocabulary_splits_as_bert_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "un", "##aff", "##able", "fox"]
+    entries += ["##es", "jump", "##ed", ",", ".", "!", "1", "##0", "##00", "naive", "quick", "中"]
+    (tmp_path / "vocab.txt").write_text("\n".join(entries) + "\n", encoding="utf-8")
+    ours = WordPieces.load(tmp_path / "vocab.txt", lower_case=True)
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    theirs = transformers.BertTokenizer(vocab=vocabulary, do_lower_case=True)
+    # Their special words in a text are special; ours are letters, as text is only text.
+    texts = [*WORD_TEXTS[:2], "中文 the unaffable fox"]
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert ours.encode(texts) == expected
+    assert (ours.vocab_size, ours.pad_id) == (len(entries), 0)
+
+
+def test_a_learned_vocabulary_covers_its_texts_and_prefers_long_pieces() -> None:
+    pieces = train_word_pieces(["born born born birth"] * 3, 40, lower_case=True)
+    [ids] = pieces.encode(["born BIRTH"])
+    assert len(ids) == 2
+    [unknown] = pieces.encode(["xyz"])
+    assert unknown == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("a\nb\n", r"the entry \[PAD\] is missing"),
+        ("[PAD]\na\n", r"the entry \[UNK\] is missing"),
+        ("[PAD]\n[UNK]\na\nb\na\n", "line 5: 'a' is an entry before"),
+    ],
+)
+def test_a_bad_vocabulary_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "vocab.txt").write_text(content)
+    with pytest.raises(InputError, match=said):
+        WordPieces.load(tmp_path / "vocab.txt", lower_case=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from normattn.errors import InputError
 from normattn.lab.data.retrieval import DEPTHS, TASKS, RetrievalSet, retrieval_set
-from normattn.lab.data.tokeniser import train_tokeniser
-from normattn.lab.data.tokens import CopyTask, TokenData, TokenSplit
+from normattn.lab.data.tokeniser import Tokeniser, train_tokeniser
+from normattn.lab.data.tokens import CopyTask, TokenData
 from normattn.lab.data.windows import EvaluationSet, last_segment_sets, natural_set, repeated_set
 
 from .helpers import make_split, token_data
@@ -23,24 +23,18 @@ from .helpers import make_split, token_data
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=12).filter(lambda v: max(v) >= 33)
 
 
-def places(split: TokenSplit, found: EvaluationSet) -> list[tuple[int, int]]:
-    """Document and first token of every window; token values are their places, plus one."""
-    first = found.windows[:, 0] - 1
-    documents = np.searchsorted(split.offsets, first, side="right") - 1
-    return list(zip(documents.tolist(), first.tolist(), strict=True))
-
-
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, most=st.integers(1, 30), seed=st.integers(0, 50))
-def test_natural_windows_are_disjoint_whole_and_even(
-    lengths: list[int], most: int, seed: int
-) -> None:
+def test_natural_windows_are_disjoint_and_even(lengths: list[int], most: int, seed: int) -> None:
     split = make_split(lengths)
     found = natural_set("train_length", split, 8, max_windows=most, seed=seed)
     assert found.windows.shape[1] == 9
     assert 0 not in found.windows
     np.testing.assert_array_equal(np.diff(found.windows), 1)
-    where = places(split, found)
+    # The document and the first token of every window; a token's value is its place, plus one.
+    first = found.windows[:, 0] - 1
+    inside = np.searchsorted(split.offsets, first, side="right") - 1
+    where = list(zip(inside.tolist(), first.tolist(), strict=True))
     assert [split.names[document] for document, _ in where] == found.documents
     by_document = Counter(document for document, _ in where)
     for document in by_document:
@@ -56,9 +50,7 @@ def test_natural_windows_are_disjoint_whole_and_even(
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 50))
-def test_the_last_segments_are_the_same_tokens_behind_every_context(
-    lengths: list[int], seed: int
-) -> None:
+def test_the_last_segments_are_the_same_behind_every_context(lengths: list[int], seed: int) -> None:
     split = make_split(lengths)
     sets = last_segment_sets(split, 4, max_windows=10, seed=seed)
     assert [found.length for found in sets] == [4, 8, 16, 32]
@@ -74,9 +66,7 @@ def test_the_last_segments_are_the_same_tokens_behind_every_context(
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, most=st.integers(4, 40), seed=st.integers(0, 50))
-def test_repeated_windows_tile_equal_shares_of_segments(
-    lengths: list[int], most: int, seed: int
-) -> None:
+def test_repeated_windows_tile_equal_shares(lengths: list[int], most: int, seed: int) -> None:
     split = make_split(lengths)
     found = repeated_set(split, 8, max_windows=most, seed=seed)
     assert found.segments is not None
@@ -100,29 +90,14 @@ def test_repeated_windows_tile_equal_shares_of_segments(
         assert looked_up == known.tolist()
 
 
-MAKERS: list[Callable[[TokenSplit, int], EvaluationSet]] = [
-    lambda split, seed: natural_set("train_length", split, 8, max_windows=6, seed=seed),
-    lambda split, seed: natural_set("non_repeated", split, 4, 8, max_windows=6, seed=seed),
-    lambda split, seed: repeated_set(split, 8, max_windows=8, seed=seed),
-    lambda split, seed: last_segment_sets(split, 4, max_windows=6, seed=seed)[-1],
-]
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_the_seed_decides_the_set(make: Callable[[TokenSplit, int], EvaluationSet]) -> None:
-    split = make_split([90] * 20)
-    first, again, other = make(split, 0), make(split, 0), make(split, 1)
-    assert first.fingerprint == again.fingerprint
-    np.testing.assert_array_equal(first.windows, again.windows)
-    assert first.fingerprint != other.fingerprint
-
-
-def test_the_fingerprint_sees_what_is_scored() -> None:
+def test_the_fingerprint_sees_what_is_scored_and_asked() -> None:
     split = make_split([90] * 5)
     whole = natural_set("non_repeated", split, 4, 8)
     last = last_segment_sets(split, 4, multiples=[8])[0]
     np.testing.assert_array_equal(whole.windows, last.windows)
     assert whole.fingerprint != last.fingerprint
+    asked = (make("passkey"), make("passkey", multiple=5), make("passkey", windows=10))
+    assert len({each.fingerprint for each in asked}) == 3
 
 
 def test_too_short_documents_and_bad_numbers_are_refused() -> None:
@@ -160,26 +135,34 @@ def asked(found: RetrievalSet, sample: int) -> list[tuple[np.ndarray, np.ndarray
     window = found.windows[sample, 0]
     scored = [False, *found.scored[sample].tolist(), False]
     edges = [i for i in range(1, len(scored)) if scored[i] != scored[i - 1]]
-    pairs = []
+    pairs, (newline,) = [], tokeniser().encode("\n")
     for start, end in zip(edges[::2], edges[1::2], strict=True):
-        begin = max(i for i in range(start) if window[i] == newline())
+        begin = max(i for i in range(start) if window[i] == newline)
         pairs.append((window[begin:start], window[start:end]))
     return pairs
 
 
-def newline() -> int:
-    tokeniser = code_data().tokeniser
-    assert tokeniser is not None
-    return tokeniser.encode("\n")[0]
+def tokeniser() -> Tokeniser:
+    found = code_data().tokeniser
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_set_is_a_function_of_its_arguments(task: str) -> None:
-    first, again = make(task), make(task)
-    assert first.fingerprint == again.fingerprint
+SPLIT = make_split([90] * 20)
+MAKERS: list[Callable[[int], EvaluationSet | RetrievalSet]] = [
+    lambda seed: natural_set("train_length", SPLIT, 8, max_windows=6, seed=seed),
+    lambda seed: natural_set("non_repeated", SPLIT, 4, 8, max_windows=6, seed=seed),
+    lambda seed: repeated_set(SPLIT, 8, max_windows=8, seed=seed),
+    lambda seed: last_segment_sets(SPLIT, 4, max_windows=6, seed=seed)[-1],
+    *(partial(lambda task, seed: make(task, seed=seed), task) for task in TASKS),
+]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_seed_decides_the_set(maker: Callable[[int], EvaluationSet | RetrievalSet]) -> None:
+    first, again, other = maker(0), maker(0), maker(1)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
     np.testing.assert_array_equal(first.windows, again.windows)
-    others = (make(task, seed=1), make(task, multiple=5), make(task, windows=10))
-    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -232,10 +215,8 @@ def test_senseless_requests_are_refused() -> None:
 
 
 def test_key_value_texts_are_full_of_pairs_in_one_order() -> None:
-    tokeniser = code_data().tokeniser
-    assert tokeniser is not None
     found = make("key_value", multiple=16, windows=5)
-    texts = [tokeniser.decode(window).split("\n") for window in found.windows[0]]
+    texts = [tokeniser().decode(window).split("\n") for window in found.windows[0]]
     pairs = [[line for line in text[1:] if "=" in line] for text in texts]
     asked_line = pairs[0][-1]
     names, values = zip(*(line.split("=") for line in pairs[0][:-1]), strict=True)

@@ -23,7 +23,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +52,6 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 def recorded(name: str) -> Any:
-    """A part of the record."""
     return json.loads((HERE / f"{name}.json").read_text("utf-8"))
 
 
@@ -77,14 +76,15 @@ def with_weights(model: nn.Module) -> nn.Module:
     model = model.double().eval()
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            noise = random.Random(name)  # the same on every machine and version
-            values = [noise.uniform(-1, 1) for _ in range(weight.numel())]
-            moved = torch.tensor(values, dtype=torch.float64).view_as(weight)
-            if weight.dim() >= 2:
-                weight.copy_(0.4 * moved)
-            else:
-                weight.copy_(0.5 + 0.1 * moved.abs())
+            moved = numbers_of(name, weight.numel()).view_as(weight)
+            weight.copy_(0.4 * moved if weight.dim() >= 2 else 0.5 + 0.1 * moved.abs())
     return model
+
+
+def numbers_of(name: str, count: int) -> Tensor:
+    """The same on every machine and version."""
+    noise = random.Random(name)
+    return torch.tensor([noise.uniform(-1, 1) for _ in range(count)], dtype=torch.float64)
 
 
 def token_ids() -> Tensor:
@@ -116,9 +116,7 @@ def encoder_logits(score: str) -> Tensor:
     from normattn import Attention
 
     layer = with_weights(Attention(8, 2, score=f"{score}@{TRAIN_LENGTH}"))
-    noise = random.Random("features")
-    values = [noise.uniform(-1, 1) for _ in range(2 * LENGTH * 8)]
-    x = torch.tensor(values, dtype=torch.float64).view(2, LENGTH, 8)
+    x = numbers_of("features", 2 * LENGTH * 8).view(2, LENGTH, 8)
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding[0, -6:] = True
     out: Tensor = layer(x, causal=False, key_padding=padding, query_padding=padding)
@@ -126,7 +124,6 @@ def encoder_logits(score: str) -> Tensor:
 
 
 def record_scores(*more: str) -> dict[str, Any]:
-    """The logits of every score of the record, and of `more`."""
     kept = recorded("scores")
     causal = {n: rounded(full_logits(scored_model(n)), 12) for n in (*kept["causal"], *more)}
     encoder = {name: rounded(encoder_logits(name), 12) for name in kept["encoder"]}
@@ -165,13 +162,9 @@ def family_logits(family: str, method: str) -> list[list[float]] | None:
 
 
 def record_families() -> dict[str, Any]:
-    """Every family with rotary positions."""
     from hf.tiny import rotary_families
 
-    return {
-        family: {method: family_logits(family, method) for method in FAMILY_METHODS}
-        for family in rotary_families()
-    }
+    return {f: {m: family_logits(f, m) for m in FAMILY_METHODS} for f in rotary_families()}
 
 
 TEXT = ("training.batch_size=4", "training.data.vocab_size=300")
@@ -211,33 +204,16 @@ def corpora(folder: Path) -> Path:
     """Text, sentence pairs and relations made of a counter: the same bytes in any version."""
     noise = random.Random("corpus")
     words = ["".join(noise.choices("etaoinshrdlu", k=noise.randint(2, 8))) for _ in range(400)]
-    write_text(folder / "corpus", words, noise)
-    write_pairs(folder / "pairs.jsonl", words, random.Random("pairs"))
-    write_relations(folder / "relations", words, random.Random("relations"))
-    return folder
-
-
-def write_text(folder: Path, words: list[str], noise: random.Random) -> None:
-    """Sixty files of random words."""
-    folder.mkdir()
     for number in range(60):
-        lines = (" ".join(noise.choices(words, k=12)) for _ in range(60))
-        (folder / f"text{number:02}.txt").write_text("\n".join(lines), encoding="utf-8")
-
-
-def write_pairs(file: Path, words: list[str], noise: random.Random) -> None:
-    """Sentences; their translation is each word backwards."""
-    rows = []
-    for _ in range(1200):
-        sentence = noise.choices(words, k=noise.randint(3, 12))
-        translation = " ".join(word[::-1] for word in sentence)
-        rows.append(json.dumps({"en": " ".join(sentence), "de": translation}))
-    file.write_text("\n".join(rows), encoding="utf-8")
-
-
-def write_relations(folder: Path, words: list[str], noise: random.Random) -> None:
-    """Documents in the form of NYT24; a relation is the first letter of an early word."""
-    folder.mkdir()
+        lines = [" ".join(noise.choices(words, k=12)) for _ in range(60)]
+        write(folder / "corpus" / f"text{number:02}.txt", lines)
+    # Of a sentence the translation is each word backwards.
+    noise = random.Random("pairs")
+    sentences = [noise.choices(words, k=noise.randint(3, 12)) for _ in range(1200)]
+    pairs = [{"en": " ".join(s), "de": " ".join(word[::-1] for word in s)} for s in sentences]
+    write(folder / "pairs.jsonl", map(json.dumps, pairs))
+    # In the form of NYT24; a relation is the first letter of an early word.
+    noise = random.Random("relations")
     for split, documents in {"train": 400, "dev": 40, "test": 40}.items():
         rows = []
         for _ in range(documents):
@@ -245,20 +221,23 @@ def write_relations(folder: Path, words: list[str], noise: random.Random) -> Non
             relations = sorted({word[0] for word in text[:3]})
             triples = [[text[0], relation, text[1]] for relation in relations]
             rows.append(json.dumps({"text": " ".join(text), "triple_list": triples}))
-        (folder / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        write(folder / "relations" / f"{split}.jsonl", rows)
+    return folder
 
 
-CORPUS = {"qknorm": "pairs.jsonl", "rmsnorm": "relations"}
-"""The corpus of a study; the others read text."""
+def write(file: Path, lines: Iterable[str]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(lines), encoding="utf-8")
+
+
+CORPUS = {"qknorm": "pairs.jsonl", "rmsnorm": "relations"}  # The other studies read text.
 
 
 def training_command(name: str, folder: Path) -> list[object]:
     """The command that trains a preset for 100 steps in float32, into `out_of(name, folder)`."""
     (study, preset), (variant, settings) = name.split("/"), TRAININGS[name]
-    settings = (
-        *(*settings, "training.steps=100", "training.log_every=1", "training.precision=fp32"),
-        *("training.schedule.warmup_steps=5",),
-    )
+    steps = ("steps=100", "log_every=1", "precision=fp32", "schedule.warmup_steps=5")
+    settings = (*settings, *(f"training.{each}" for each in steps))
     return [
         *("reproduce", study, "--preset", preset, "--variants", variant, "--seeds", "1"),
         *("--jobs", "1", "--out", out_of(name, folder)),
@@ -268,7 +247,6 @@ def training_command(name: str, folder: Path) -> list[object]:
 
 
 def out_of(name: str, folder: Path) -> Path:
-    """Where `training_command` writes."""
     return folder / name.replace("/", "-")
 
 
@@ -277,10 +255,8 @@ def first_losses(name: str, folder: Path) -> dict[str, Any]:
     run(*training_command(name, folder))
     out = out_of(name, folder)
     measured = polars.read_parquet(out / "measurements.parquet")
-    return {
-        "losses": losses_in(out, 100),
-        "tokens": sorted(set(measured["data"].drop_nulls()) - {""}),
-    }
+    tokens = sorted(set(measured["data"].drop_nulls()) - {""})
+    return {"losses": losses_in(out, 100), "tokens": tokens}
 
 
 def few_losses(name: str, folder: Path, steps: int) -> list[float]:
@@ -310,23 +286,20 @@ def begin(*words: object) -> apart.Program:
 
 
 def run(*words: object) -> None:
-    """A command of the command line, to its end."""
     done = begin(*words).end()
     if done.code:
         raise RuntimeError(f"{words} ended with {done.code}: {done.err[-2000:]}")
 
 
 def record_losses() -> dict[str, Any]:
-    """Every preset's."""
     with tempfile.TemporaryDirectory() as folder:
         corpora(Path(folder))
         return {name: first_losses(name, Path(folder)) for name in TRAININGS}
 
 
 CHANGES_RECORDED = (
-    *("preset", "base-130", "length-2x", "length-4x", "no-tiling"),
-    *("steps-third", "steps-half", "steps-4x", "one-head", "heads-2x"),
-    *("deepnorm", "tiger", "gau", "layers-6", "layers-12"),
+    "preset,base-130,length-2x,length-4x,no-tiling,steps-third,steps-half,steps-4x,one-head,"
+    "heads-2x,deepnorm,tiger,gau,layers-6,layers-12"
 )
 STUDIES: dict[str, tuple[str, ...]] = {
     "keynorm": ("--variants", "Baseline,KNA,CosA-logn"),
@@ -335,7 +308,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "continue": (),
     "retrofit": (),
     "mechanism": (),
-    "factors": ("--variants", ",".join(CHANGES_RECORDED)),
+    "factors": ("--variants", CHANGES_RECORDED),
     "questions": (),
     "realformer": (),
     "qknorm": (),
@@ -366,7 +339,6 @@ def numbers(path: Path) -> dict[str, dict[str, float]]:
 
 
 def is_number(value: str) -> bool:
-    """Whether a cell holds a number."""
     try:
         float(value)
     except ValueError:
@@ -390,7 +362,6 @@ PARTS: dict[str, Callable[..., Any]] = {
 
 
 def main(asked: list[str]) -> None:
-    """Write the parts that are asked for, or all."""
     torch.set_num_threads(1)
     scores = [word for word in asked if word not in PARTS]
     for name in [word for word in asked if word in PARTS] or PARTS:

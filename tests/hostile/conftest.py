@@ -11,8 +11,7 @@ from types import FrameType
 import pytest
 
 LIMIT = 60
-MEMORY = 2 << 30
-"""What may be allocated beyond what is held when a test begins."""
+MEMORY = 2 << 30  # What may be allocated beyond what is held when a test begins.
 
 
 class Hangs(BaseException):

@@ -16,15 +16,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+INDEX = f"{WEIGHTS}.index.json"
 Damage = Callable[[Path], None]
 
 
-def write_model(folder: Path, shards: bool = False, **changed: Any) -> None:
+def write_model(folder: Path, shards: bool = False, **settings: Any) -> None:
     """A Llama of two layers with random weights, whose tokens are bytes."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    config = transformers.LlamaConfig(**{"tie_word_embeddings": False, **sizes, **changed})
+    config = transformers.LlamaConfig(**{"tie_word_embeddings": False, **sizes, **settings})
     model: Any = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "5GB")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -41,27 +42,36 @@ def copy_of(folder: Path, place: Path, damage: Damage) -> Path:
     return place
 
 
-def configured(**changed: Any) -> Damage:
+def changed(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """A file whose content is another."""
+
     def damage(folder: Path) -> None:
-        file = folder / CONFIG
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
 
     return damage
 
 
 def written(name: str, content: bytes) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(content)
-
-    return damage
+    return changed(name, lambda _: content)
 
 
 def cut(name: str, share: float) -> Damage:
-    def damage(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: int(len(content) * share)])
+    return changed(name, lambda content: content[: int(len(content) * share)])
 
-    return damage
+
+def edited(name: str, change: Callable[[Any], object]) -> Damage:
+    """A JSON file whose value is changed in place."""
+
+    def other(content: bytes) -> bytes:
+        value = json.loads(content)
+        change(value)
+        return json.dumps(value).encode()
+
+    return changed(name, other)
+
+
+def configured(**settings: Any) -> Damage:
+    return edited(CONFIG, lambda value: value.update(settings))
 
 
 def _lacking(folder: Path) -> None:
@@ -124,17 +134,9 @@ MODELS: dict[str, Damage] = {
 }
 
 
-def outside(target: str) -> Damage:
-    """An index that sends the reader to `target` for its first tensor."""
-
-    def damage(folder: Path) -> None:
-        file = folder / "model.safetensors.index.json"
-        index = json.loads(file.read_text())
-        first = next(iter(index["weight_map"]))
-        index["weight_map"][first] = target
-        file.write_text(json.dumps(index))
-
-    return damage
+def _first_outside(index: Any) -> None:
+    """Its first tensor is in the folder above."""
+    index["weight_map"][next(iter(index["weight_map"]))] = "../other/model.safetensors"
 
 
 def lost_shard(folder: Path) -> None:
@@ -142,8 +144,8 @@ def lost_shard(folder: Path) -> None:
 
 
 SHARDED: dict[str, Damage] = {
-    "index deep": written("model.safetensors.index.json", b"[" * 100_000),
-    "index without files": written("model.safetensors.index.json", b"{}"),
-    "index to the folder above": outside("../other/model.safetensors"),
+    "index deep": written(INDEX, b"[" * 100_000),
+    "index without files": written(INDEX, b"{}"),
+    "index to the folder above": edited(INDEX, _first_outside),
     "shard missing": lost_shard,
 }

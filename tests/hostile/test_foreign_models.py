@@ -15,7 +15,7 @@ from hf.test_gguf import write
 from normattn.errors import InputError
 from normattn.hf import from_pretrained, load
 
-from .foreign import MODELS, SHARDED, Damage, configured, copy_of, cut, write_model, written
+from .foreign import MODELS, SHARDED, Damage, changed, configured, copy_of, cut, write_model
 
 pytestmark = pytest.mark.usefixtures("little_memory")
 
@@ -42,34 +42,26 @@ def _assert_refused(place: Path, gguf: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("damage", [*MODELS, *SHARDED])
-def test_a_damaged_model_is_refused_by_name(
-    damage: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_damaged_model_is_refused(damage: str, models: dict[str, Path], tmp_path: Path) -> None:
     source = models["whole" if damage in MODELS else "sharded"]
     _assert_refused(copy_of(source, tmp_path / "hostile-model", {**MODELS, **SHARDED}[damage]))
 
 
 def _counts(tensors: int, values: int) -> Damage:
-    def damage(folder: Path) -> None:
-        content = (folder / "tiny.gguf").read_bytes()
-        changed = content[:8] + struct.pack("<QQ", tensors, values) + content[24:]
-        (folder / "tiny.gguf").write_bytes(changed)
-
-    return damage
+    numbers = struct.pack("<QQ", tensors, values)
+    return changed("tiny.gguf", lambda content: content[:8] + numbers + content[24:])
 
 
 def _blocks(count: int, key: bytes = b"llama.block_count") -> Damage:
-    def damage(folder: Path) -> None:
-        content = (folder / "tiny.gguf").read_bytes()
+    def change(content: bytes) -> bytes:
         place = content.index(key) + len(key) + 4
-        changed = content[:place] + struct.pack("<I", count) + content[place + 4 :]
-        (folder / "tiny.gguf").write_bytes(changed)
+        return content[:place] + struct.pack("<I", count) + content[place + 4 :]
 
-    return damage
+    return changed("tiny.gguf", change)
 
 
 PACKED: dict[str, Damage] = {
-    "empty": written("tiny.gguf", b""),
+    "empty": cut("tiny.gguf", 0),
     "cut": cut("tiny.gguf", 0.9),
     "tensors without end": _counts(1 << 60, 5),
     "layers without end": _blocks(100_000_000),
@@ -79,12 +71,8 @@ PACKED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", PACKED)
-def test_a_damaged_gguf_is_refused_by_name(
-    damage: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    _assert_refused(
-        copy_of(models["packed"], tmp_path / "hostile-model", PACKED[damage]), "tiny.gguf"
-    )
+def test_a_damaged_gguf_is_refused(damage: str, models: dict[str, Path], tmp_path: Path) -> None:
+    _assert_refused(copy_of(models["packed"], tmp_path / "hostile", PACKED[damage]), "tiny.gguf")
 
 
 def test_a_whole_model_is_read_from_every_form(models: dict[str, Path]) -> None:

@@ -31,13 +31,10 @@ COMBINED = (
     *("QKRMSNorm(gain=true)-RotateFirst-DynamicNTK", "KNA-XLNet-RoPE-Packed", "NGPT-RotateFirst"),
     *("KNA-PartialRoPE(side=last,layout=interleaved)-SelfExtend", "Baseline-ALiBi-logn+-Sink"),
     *("Baseline-NEZHA(clip=3)-Packed", "Baseline-ASScale-Entmax-Packed"),
-    *(
-        "Baseline-DualChunk(size=3,local=2,beyond=1)-YaRNTemperature",
-        "KNA-NoPEEvery(every=2)-ReRoPE",
-    ),
-    *("Baseline-SlidingWindow(window=3)-Packed", "KNA-ValueResidual-ReRoPE(window=3)"),
+    "Baseline-DualChunk(size=3,local=2,beyond=1)-YaRNTemperature",
+    *("KNA-NoPEEvery(every=2)-ReRoPE", "Baseline-SlidingWindow(window=3)-Packed"),
+    *("KNA-ValueResidual-ReRoPE(window=3)", "Baseline-ValueResidual-HWFA(window=3)"),
     "KNA-SoftCap(cap=2)-Sink-StreamingLLM(window=3,sinks=2)",
-    "Baseline-ValueResidual-HWFA(window=3)",
 )
 
 

@@ -1,7 +1,8 @@
-"""The encoder–decoder: against torch's own Transformer, its cache, its rows, its files, a task."""
+"""The encoder–decoder: cache, rows, loss, what it refuses; and by the formulas of a paper."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,15 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from normattn.errors import InputError
 from normattn.layers.residual import DeepNorm, ReZero
-from normattn.models.config import CausalLMConfig, TranslatorConfig
-from normattn.models.flops import parameter_count, translator_flops
-from normattn.models.transformer import AttentionContext, Blocks
+from normattn.models.config import TranslatorConfig
 from normattn.models.translator import Translator
-from normattn.score import ScoreSpec
+from normattn.score import Score
 
 VOCABULARY, LENGTH = 19, 8
 PAD, BOS, EOS = 0, 1, 2
@@ -127,38 +125,16 @@ def test_deepnorm_takes_the_papers_encoder_decoder_factors() -> None:
     """18 and 6 blocks, by hand: α = 0.81·(18⁴·6)^(1/16) and (3·6)^¼; β sizes the value weights."""
     config = _config(placement="DeepNorm", layers=18, decoder_layers=6, dim=64, kv_heads=4)
     model = Translator(config)
-    alphas = [
-        {module.alpha for module in stack.modules() if isinstance(module, DeepNorm)}
-        for stack in (model.encoder, model.decoder)
-    ]
-    expected = [0.81 * (18**4 * 6) ** (1 / 16), 18**0.25]
-    assert [sorted(each) for each in alphas] == [[pytest.approx(each)] for each in expected]
-    xavier = (2 / (64 + 64)) ** 0.5
-    value = model.get_parameter("decoder.3.cross.sublayer.kv.weight")[64:]
-    assert float(value.detach().std()) == pytest.approx(72**-0.25 * xavier, rel=0.05)
-    value = model.get_parameter("encoder.3.mixer.sublayer.qkv.weight")[128:]
-    assert float(value.detach().std()) == pytest.approx(
-        0.87 * (18**4 * 6) ** (-1 / 16) * xavier, rel=0.05
-    )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"shared_vocabulary": False, "target_vocab": 30, "tie_head": False, "kv_heads": 1}],
-)
-def test_what_it_costs(changes: dict[str, Any]) -> None:
-    """Parameters and products of weights are those that torch counts."""
-    config = _config(feed_forward="gelu", hidden=40, norm_gain=False, **changes)
-    model, s, t = Translator(config), 7, 5
-    distinct = {value.data_ptr(): value.numel() for value in model.state_dict().values()}
-    assert parameter_count(model) == sum(distinct.values())
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.full((2, s), 3), torch.full((2, t), 3))
-    counts, flops = counter.get_flop_counts()["Global"], translator_flops(config, s, t)
-    products = (counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert 2 * flops.weights == sum(products)
-    assert flops.attention == 4 * 16 * (2 * s * s + 3 * (t * (t + 1) / 2 + s * t))
-    assert flops.training == 3 * flops.forward
+    shared, xavier = (18**4 * 6) ** (1 / 16), (2 / (64 + 64)) ** 0.5
+    for stack, alpha in ((model.encoder, 0.81 * shared), (model.decoder, 18**0.25)):
+        found = {module.alpha for module in stack.modules() if isinstance(module, DeepNorm)}
+        assert sorted(found) == pytest.approx([alpha])
+    for name, first, beta in (
+        ("decoder.3.cross.sublayer.kv.weight", 64, 72**-0.25),
+        ("encoder.3.mixer.sublayer.qkv.weight", 128, 0.87 / shared),
+    ):
+        value = model.get_parameter(name)[first:].detach()
+        assert float(value.std()) == pytest.approx(beta * xavier, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +142,7 @@ def test_what_it_costs(changes: dict[str, Any]) -> None:
     [
         ({"score": "QKBatchNorm"}, "name another decoder_score"),
         ({"score": "QInstanceNorm", "decoder_score": "KNA"}, "name another cross_score"),
-        (
-            {"cross_score": "KNA-NoPEEvery(every=2)", "shared_layers": True},
-            "differs from layer to layer",
-        ),
+        ({"cross_score": "KNA-NoPEEvery(every=2)", "shared_layers": True}, "from layer to layer"),
         ({"cross_score": "Baseline-ReRoPE(window=2)"}, "within one sequence"),
         ({"decoder_score": "Baseline-Packed"}, "packs documents"),
         ({"block": "gau", "heads": 1, "kv_heads": None}, "has no cross attention"),
@@ -195,14 +168,90 @@ def test_bad_sentences() -> None:
             model.loss(source, torch.full_like(target, PAD), backend=backend)
 
 
-def test_padding_of_the_queries_counts_in_cross_attention() -> None:
-    """Statistics over queries leave out what a context calls padding, by either name."""
-    torch.manual_seed(0)
-    config = CausalLMConfig(vocab_size=9, dim=16, layers=1, heads=2, train_length=8)
-    blocks = Blocks(config, ScoreSpec.parse("QBatchNorm-NoPE")).double()
-    x, padding = torch.randn(2, 4, 16).double(), torch.zeros(2, 4, dtype=torch.bool)
-    padding[:, 3:] = True
-    memories = blocks.remember(torch.randn(2, 5, 16).double(), None, torch.arange(5))
-    short = blocks(x[:, :3], AttentionContext(), memories=memories)
-    context = AttentionContext(query_padding=padding)
-    torch.testing.assert_close(blocks(x, context, memories=memories)[:, :3], short)
+# QKNorm as its paper has it (arXiv 2010.04245), in every attention of an encoder–decoder:
+# softmax(g · Q̂ K̂ᵀ) V, rows of Q̂ and K̂ of length 1 head by head, g one learned number for each
+# attention layer, which starts at log₂(l² − l) with l the 97.5th-percentile length.
+PAPER: dict[str, Any] = {"kv_heads": None, "norm": "layer", "feed_forward": "gelu"}
+
+
+def scales(made: Translator) -> list[Tensor]:
+    """g of every attention."""
+    found = [each.scale for each in made.modules() if isinstance(each, Score)]
+    return [scale for scale in found if scale is not None]
+
+
+def heads(x: Tensor) -> Tensor:
+    return torch.stack(x.chunk(4, -1), 1)
+
+
+def paper(q: Tensor, k: Tensor, v: Tensor, g: Tensor, hidden: Tensor) -> Tensor:
+    """The paper's attention, `hidden` (B, T, S) True where a query must not look."""
+    q, k = (x / x.pow(2).sum(-1, keepdim=True).sqrt() for x in (heads(q), heads(k)))
+    score = (g * (q @ k.transpose(-1, -2))).masked_fill(hidden[:, None], -math.inf)
+    return torch.cat((score.softmax(-1) @ heads(v)).unbind(1), -1)
+
+
+def norm(layer: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], layer.gain, layer.bias, layer.eps)
+
+
+def feed(place: Any, x: Tensor) -> Any:
+    layer, y = place.sublayer, norm(place.norm, x)
+    return x + F.gelu(y @ layer.up.weight.T) @ layer.down.weight.T
+
+
+def itself(place: Any, x: Tensor, hidden: Tensor) -> Any:
+    layer = place.sublayer
+    q, k, v = (norm(place.norm, x) @ layer.qkv.weight.T).chunk(3, -1)
+    return x + paper(q, k, v, layer.score.scale, hidden) @ layer.out.weight.T
+
+
+def across(place: Any, x: Tensor, source: Tensor, hidden: Tensor) -> Any:
+    layer = place.sublayer
+    k, v = (source @ layer.kv.weight.T).chunk(2, -1)
+    q = norm(place.norm, x) @ layer.q.weight.T
+    return x + paper(q, k, v, layer.score.scale, hidden) @ layer.out.weight.T
+
+
+def by_hand(made: Any, source: Tensor, target: Tensor) -> Any:
+    """Logits of the whole PreLN encoder–decoder from its weights, with plain matmuls."""
+    embedding = made.source_embedding.weight
+    padded = (source == PAD)[:, None]
+    x = embedding[source]
+    for block in made.encoder:
+        x = feed(block.feed_forward, itself(block.mixer, x, padded))
+    read = norm(made.encoder_norm, x)
+    future = torch.ones(2 * target.shape[1:], dtype=torch.bool).triu(1)[None]
+    y = embedding[target]
+    for block in made.decoder:
+        y = itself(block.mixer, y, future)
+        y = feed(block.feed_forward, across(block.cross, y, read, padded))
+    return norm(made.decoder_norm, y) @ embedding.T
+
+
+def test_an_encoder_decoder_is_the_papers() -> None:
+    made = _model(score="QKNorm2020-NoPE", **PAPER)
+    assert len(scales(made)) == 2 + 3 + 3
+    with torch.no_grad():  # Apart, so that none can stand for another.
+        for number, scale in enumerate(scales(made)):
+            scale.add_(0.7 * number - 2)
+    source, target = _sentences([5, 3, 2]), _sentences([4, 2, 3], 1, begin=True)
+    ours, hand = made(source, target), by_hand(made, source, target)
+    torch.testing.assert_close(ours, hand, rtol=0, atol=1e-10)
+    loss = made.loss(source, target).loss
+    expected = F.cross_entropy(hand[:, :-1].mT, target[:, 1:], ignore_index=PAD)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    gradients = (torch.autograd.grad(x, [*made.parameters()]) for x in (loss, expected))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("score", "length"),
+    [("QKNorm2020-NoPE", LENGTH), ("QKNorm2020", LENGTH), ("QKNorm2020(length=29)-NoPE", 29)],
+)
+def test_every_g_starts_at_the_papers_number(score: str, length: int) -> None:
+    found = scales(_model(score=score, **PAPER))
+    assert len(found) == 8
+    for scale in found:
+        assert scale.shape == ()
+        assert scale.item() == pytest.approx(math.log2(length**2 - length), rel=1e-6)

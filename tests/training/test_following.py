@@ -20,7 +20,7 @@ from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.task import Probe, StepReport, Task
 from normattn.terminal import Console
 
-from .toy import run
+from .settings import losses, run, small, stop
 
 REPORT = StepReport(10, 10, 1.23456, 0.5, 1e-3, {}, 640, 4321.0, 1.0)
 
@@ -70,18 +70,17 @@ class Counting:
     @contextmanager
     def around(self, task: Task, step: int) -> Iterator[Callable[[], Mapping[str, Any]]]:
         calls: list[int] = []
-        handle = task.model.register_forward_hook(lambda *_: calls.append(step))
+        block, weight = task.model.get_submodule("blocks.0"), next(task.model.parameters())
+        handle = block.register_forward_hook(lambda *_: calls.append(step))
         try:
-            yield lambda: {
-                "calls": len(calls),
-                "weight": float(next(task.model.parameters()).detach().sum()),
-            }
+            yield lambda: {"calls": len(calls), "weight": float(weight.detach().sum())}
         finally:
             handle.remove()
 
 
-def looked(path: Path, stop: int | None = None) -> list[dict[str, Any]]:
-    run(path, stop, given={"probes": [Counting()]}, steps=10, checkpoint_seconds=0.0)
+def looked(path: Path, after: int | None = None) -> list[dict[str, Any]]:
+    settings = small(steps=10, checkpoint_seconds=0.0)
+    run(settings, path, after, probes=[Counting()])
     return read_metrics(path / "looks.jsonl")
 
 
@@ -91,25 +90,23 @@ def test_a_probe_sees_the_step_and_the_model_after_it_stopped_or_not(tmp_path: P
     assert [line["step"] for line in lines] == [4, 8, 10]
     assert {line["calls"] for line in lines} == {1}
     assert len({line["weight"] for line in lines}) == 3
-    for stop in (5, 8):
+    for after in (5, 8):
         with pytest.raises(Interrupted):
-            looked(tmp_path / f"{stop}", stop)
-        looked(tmp_path / f"{stop}")
-        whole = (tmp_path / "whole" / "looks.jsonl").read_bytes()
-        assert (tmp_path / f"{stop}" / "looks.jsonl").read_bytes() == whole
+            looked(tmp_path / f"{after}", after)
+        assert looked(tmp_path / f"{after}") == lines
 
 
 # Trackers.
 
-NAMES = {
-    *("train/loss", "train/accuracy", "train/gradient_norm", "train/learning_rate"),
-    "train/tokens_per_second",
-}
-STEPS = 12
+LOGGED = ("loss", "accuracy", "gradient_norm", "learning_rate", "tokens_per_second")
+NAMES = {f"train/{name}" for name in LOGGED}
+STEPS = small().steps
 
 
-def trained(path: Path, tracker: str | None, until: int | None = None) -> None:
-    run(path, until, steps=STEPS, track=tracker, checkpoint_seconds=1e9)
+def tracked(path: Path, first: str, then: str) -> None:
+    """A training that is stopped after five steps, and goes on."""
+    stop(small(track=first, checkpoint_seconds=1e9), path, 5)
+    run(small(track=then, checkpoint_seconds=1e9), path)
 
 
 class Fake:
@@ -132,13 +129,14 @@ class Fake:
 
     def finish(self) -> None:
         self.finished += 1
+        if "mode" not in self.asked[0] and self._rows[-1][0] == 5:
+            # As if killed: it goes on at its checkpoint, before the last step that trackio has.
+            self.log(dict.fromkeys(NAMES, 0.0), 6)
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
     fake, module = Fake(), ModuleType(name)
-    module.__dict__.update(
-        init=fake.init, finish=fake.finish, Settings=lambda **given: SimpleNamespace(**given)
-    )
+    module.__dict__.update(init=fake.init, finish=fake.finish, Settings=SimpleNamespace)
     monkeypatch.setitem(sys.modules, name, module)
     return fake
 
@@ -149,12 +147,7 @@ def test_every_step_is_given_once_under_one_name(
 ) -> None:
     fake = installed(monkeypatch, name)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with pytest.raises(Interrupted):
-        trained(tmp_path / "run", name, until=5)
-    if name == "trackio":
-        # A killed run begins again at its checkpoint, before the last step that the tracker has.
-        next(iter(fake.rows.values())).append((6, dict.fromkeys(NAMES, 0.0)))
-    trained(tmp_path / "run", name)
+    tracked(tmp_path / "run", name, name)
     assert list(fake.rows) == [json.loads((tmp_path / "run/tracker.json").read_text())["name"]]
     (rows,) = fake.rows.values()
     assert [step for step, _ in rows] == list(range(1, STEPS + 1))
@@ -168,27 +161,21 @@ def test_every_step_is_given_once_under_one_name(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    ("method", "when"), [("init", "after step 0"), ("log", "at step 1"), ("finish", "at the end")]
-)
+@pytest.mark.parametrize("method", ["init", "log", "finish"])
 def test_a_tracker_that_fails_is_one_line_and_the_training_ends_as_ever(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    method: str,
-    when: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
     def fails(self: Fake, *given: object, **named: object) -> None:
         raise OSError("no space left\non the device")
 
     monkeypatch.setattr(Fake, method, fails)
     installed(monkeypatch, "wandb")
-    trained(tmp_path / "with", "wandb")
+    run(small(track="wandb"), tmp_path / "with")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    when = {"init": "after step 0", "log": "at step 1", "finish": "at the end"}[method]
     assert f"wandb failed {when} (no space left on the device)" in line
-    trained(tmp_path / "without", None)
-    metrics = [(tmp_path / each / "metrics.jsonl").read_bytes() for each in ("with", "without")]
-    assert metrics[0] == metrics[1]
+    run(small(), tmp_path / "without")
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
@@ -198,32 +185,24 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_written(
     module = {"tensorboard": "torch.utils.tensorboard.writer"}.get(name, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=rf"tracker {name} .*normattn\[track\]"):
-        trained(tmp_path / "run", name)
+        run(small(track=name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_may_be_resumed_with_another_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tracker_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {name: installed(monkeypatch, name) for name in ("trackio", "wandb")}
-    with pytest.raises(Interrupted):
-        trained(tmp_path, "trackio", until=4)
-    trained(tmp_path, "wandb")
+    tracked(tmp_path, "wandb", "trackio")
     steps = {name: [row[0] for row in next(iter(f.rows.values()))] for name, f in fakes.items()}
-    assert steps == {"trackio": [1, 2, 3, 4], "wandb": list(range(5, STEPS + 1))}
+    assert steps == {"wandb": [1, 2, 3, 4, 5], "trackio": list(range(6, STEPS + 1))}
 
 
 def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra track"
-    )
-    with pytest.raises(Interrupted):
-        trained(tmp_path, "tensorboard", until=5)
-    trained(tmp_path, "tensorboard")
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(module, reason="needs the extra track")
+    tracked(tmp_path, "tensorboard", "tensorboard")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == NAMES
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses)
+    values = [event.value for event in events.Scalars("train/loss")]
+    assert values == pytest.approx(losses(tmp_path))

@@ -1,7 +1,9 @@
-"""Every reader of JSON, JSON lines and TOML refuses by name what no honest writer writes."""
+"""Files that no honest writer writes: named at once by every reader, never waited for."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,15 @@ from typing import Any
 import pytest
 from pydantic import Field, ValidationError
 
+import apart
 from normattn import io
 from normattn.errors import InputError
 from normattn.lab.data.corpora import parse_corpus, rows_of
 from normattn.lab.data.pair_sources import parse_pairs
+from normattn.lab.data.pairs import PairsConfig, prepare_pairs
 from normattn.lab.data.relation_sources import numbered_labels, relation_row
+from normattn.lab.data.relations import RelationConfig, prepare_relations
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.runs import RunDirectory, read_metrics, read_status
 from normattn.lab.stats import measurements
@@ -36,14 +42,6 @@ HOSTILE = {
 }
 
 
-def _first_document(path: Path) -> Any:
-    return list(parse_corpus(str(path)).documents())
-
-
-def _pairs(path: Path) -> Any:
-    return list(parse_pairs(str(path), "en", "de").documents())
-
-
 def _relations(path: Path) -> Any:
     return list(rows_of(relation_row, path.name, path))
 
@@ -58,8 +56,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "measurements": (measurements.FILE, measurements.read),
     "settings": ("mine.json", read_settings),
     "model": ("config.json", lambda path: load_any(path.parent)),
-    "corpus": ("text.jsonl", _first_document),
-    "pairs": ("pairs.jsonl", _pairs),
+    "corpus": ("text.jsonl", lambda path: list(parse_corpus(str(path)).documents())),
+    "pairs": ("pairs.jsonl", lambda path: list(parse_pairs(str(path), "en", "de").documents())),
     "relation lines": ("train.jsonl", _relations),
     "relation array": ("train.json", _relations),
     "labels": ("rel2id.json", numbered_labels),
@@ -68,9 +66,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("content", HOSTILE)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_deep_long_or_no_number_is_refused_by_name(
-    reader: str, content: str, tmp_path: Path
-) -> None:
+def test_deep_long_and_no_numbers_are_refused(reader: str, content: str, tmp_path: Path) -> None:
     name, read = READERS[reader]
     (tmp_path / name).write_text(HOSTILE[content] + "\n", "utf-8")
     with pytest.raises(InputError) as caught:
@@ -106,9 +102,7 @@ def test_toml_is_refused_by_name(read: Callable[[Path], Any], content: str, tmp_
         read(place)
 
 
-def test_a_line_without_an_end_is_refused_before_it_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_line_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io, "MAX_BYTES", 1000)
     place = tmp_path / "text.jsonl"
     place.write_text('{"text": "short"}\n{"text": "' + "x" * 2000 + '"}\n')
@@ -131,22 +125,75 @@ class Outer(Settings):
     inner: Inner = Inner()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("steps", True),
-        ("pairs", [[1, False]]),
-        ("label", True),
-        ("rates", {"a": True}),
-        ("inner", {"rate": True}),
-    ],
-)
-def test_true_is_no_number(field: str, value: object) -> None:
-    with pytest.raises(ValidationError, match="expected a number, not true or false"):
-        Outer.model_validate({field: value})
-
-
-def test_true_where_it_is_meant() -> None:
+def test_true_is_a_number_nowhere_and_stays_where_it_is_meant() -> None:
+    wrong = {"steps": True, "pairs": [[1, False]], "label": True}
+    for field, value in {**wrong, "rates": {"a": True}, "inner": {"rate": True}}.items():
+        with pytest.raises(ValidationError, match="expected a number, not true or false"):
+            Outer.model_validate({field: value})
     given = {"flag": True, "either": True, "anything": [True], "inner": {"rate": None}}
     found = Outer.model_validate({**given, "steps": 1.0})
     assert found.model_dump() == {**given, "steps": 1, "pairs": (), "label": "", "rates": {}}
+
+
+# Corpora.
+NAMES = {
+    "an unknown user": "~no-such-user-here/books",
+    "a long path": "x/" * 3000,
+    "a long name that is not ASCII": "ü" * 200,
+    "a zero byte": "a\0b",
+    "no text": "a\ud800b",
+    "a name of nothing known": "\udcff.txt",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_file_has_is_refused(name: str, tmp_path: Path) -> None:
+    for prepare in (
+        lambda: prepare_tokens(DataConfig(corpus=NAMES[name]), tmp_path),
+        lambda: prepare_pairs(PairsConfig(corpus=NAMES[name]), tmp_path),
+        lambda: prepare_relations(RelationConfig(corpus=NAMES[name]), tmp_path),
+    ):
+        with pytest.raises(InputError) as caught:
+            prepare()
+        assert len(str(caught.value)) < 2500
+
+
+@pytest.mark.parametrize("place", ["a folder", "itself"])
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "broken link"])
+def test_what_is_no_file_is_named(kind: str, place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "whole.txt").write_text("some text\n" * 100)
+    odd = folder / "odd.txt"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to("/dev/zero" if kind == "link to a device" else tmp_path / "nowhere")
+    with pytest.raises(InputError, match=odd.name):
+        list(parse_corpus(str(odd if place == "itself" else folder)).documents())
+    with pytest.raises(InputError, match="zero"):
+        list(parse_corpus("/dev/zero").documents())
+
+
+_MEMORY = """
+import resource, sys
+from pathlib import Path
+from normattn.lab.data.tokens import DataConfig, prepare_tokens
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+prepare_tokens(DataConfig(corpus=sys.argv[1], vocab_size=300), Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("form", ["packed", "lines"])
+def test_a_line_without_a_space_takes_bounded_memory(form: str, tmp_path: Path) -> None:
+    line = "".join(chr(97 + i * i % 23) for i in range(1 << 16)) * 48
+    texts = [*(f"some other text {n}" for n in range(200)), line]
+    place = tmp_path / ("line.txt.gz" if form == "packed" else "line.jsonl")
+    if form == "packed":
+        place.write_bytes(gzip.compress(line.encode(), 1))
+    else:
+        place.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    ran = apart.run(_MEMORY, place, tmp_path / "cache")
+    assert ran.code == 0, ran.err
+    assert int(ran.out) < 200 * 1024, f"{int(ran.out) / 1024:.0f} MB"

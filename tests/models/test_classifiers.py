@@ -1,32 +1,38 @@
-"""The Vision Transformer against its parts, and what it must refuse."""
+"""Classifiers of images against their parts, of texts beside padding; and what they refuse."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from normattn.errors import InputError
-from normattn.models.config import VisionConfig
-from normattn.models.flops import flops_per_image
+from normattn.models.classifier import Classifier
+from normattn.models.config import ClassifierConfig, VisionConfig
 from normattn.models.transformer import AttentionContext
 from normattn.models.vision_transformer import VisionTransformer
 
 HEIGHT, WIDTH, CLASSES = 8, 12, 5
 
 
-def model(**changes: Any) -> VisionTransformer:
+def model(**changes: Any) -> Any:
     sizes = {"height": HEIGHT, "width": WIDTH, "channels": 2, "classes": CLASSES}
     values = {"dim": 12, "layers": 2, "heads": 3, **sizes, **changes}
     torch.manual_seed(0)
-    made = VisionTransformer(VisionConfig(**values)).double()
-    with torch.no_grad():  # Away from zeros and ones, so that every parameter shows.
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    return moved(VisionTransformer(VisionConfig(**values)).double())
+
+
+@torch.no_grad()
+def moved(made: Any) -> Any:
+    """Away from zeros and ones, so that every parameter shows."""
+    for parameter in made.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
     return made
 
 
@@ -38,9 +44,7 @@ def batch(rows: int = 3, channels: int = 2) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("placement", ["PreLN", "PostLN"])
 @pytest.mark.parametrize("pool", ["class", "mean"])
-def test_outputs_and_gradients_are_those_of_a_convolution_and_the_blocks(
-    pool: str, placement: str
-) -> None:
+def test_images_pass_a_convolution_and_the_blocks(pool: str, placement: str) -> None:
     made = model(pool=pool, placement=placement)
     images, labels = batch()
     patch, position = made.config.patch, made.position
@@ -63,17 +67,6 @@ def test_outputs_and_gradients_are_those_of_a_convolution_and_the_blocks(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-def test_flops_are_those_of_the_matrix_products() -> None:
-    made = model()
-    found, config = flops_per_image(made.config), made.config
-    with FlopCounterMode(display=False) as counter:
-        made(batch(1)[0])
-    counts = counter.get_flop_counts()["Global"]
-    weights = sum(counts.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    assert found.weights == weights
-    assert found.attention == config.layers * 2 * 2 * config.tokens**2 * config.dim
-
-
 def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
     """In evaluation mode, also with statistics over the batch, which training updated."""
     made = model(score="QKBatchNorm-NoPE", dropout=0.5)
@@ -84,9 +77,8 @@ def test_scores_of_images_do_not_depend_on_their_neighbours() -> None:
     parts = [made.scores(images[i : i + 1], labels[i : i + 1]) for i in range(6)]
     torch.testing.assert_close(whole.loss, torch.cat([part.loss for part in parts]))
     logits = made.eval()(images)
-    torch.testing.assert_close(
-        whole.loss.double(), F.cross_entropy(logits, labels, reduction="none"), rtol=1e-5, atol=1e-5
-    )
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(whole.loss.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(whole.correct, logits.argmax(-1) == labels)
 
 
@@ -111,3 +103,44 @@ def test_bad_input(changes: dict[str, Any], said: str) -> None:
     images, _ = batch()
     with pytest.raises(InputError, match="images must be floating"):
         model()(images.to(torch.uint8))
+
+
+# Texts.
+SIZES: dict[str, Any] = {"dim": 16, "layers": 2, "heads": 2, "train_length": 12}
+
+
+@lru_cache
+def make() -> Any:
+    torch.manual_seed(0)
+    return moved(Classifier(ClassifierConfig(**SIZES, vocab_size=30, labels=5)).double())
+
+
+def documents(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(30, (len(lengths), max(lengths)), generator=generator)
+    return ids, torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 4), st.integers(0, 99))
+def test_padding_and_neighbours_change_nothing(lengths: list[int], more: int, seed: int) -> None:
+    model = make()
+    ids, padding = documents(lengths, seed)
+    together = model(ids, padding)
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-10)
+    wider = torch.nn.functional.pad(ids, (0, more), value=7)
+    hidden = torch.nn.functional.pad(padding, (0, more), value=True)
+    torch.testing.assert_close(model(wider, hidden), together, rtol=1e-9, atol=1e-10)
+
+
+def test_the_loss_is_binary_cross_entropy_over_texts_and_labels() -> None:
+    made, (ids, padding) = make(), documents([4, 2, 6])
+    wanted = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    p = torch.sigmoid(made(ids, padding))
+    expected = -(wanted * p.log() + (1 - wanted) * (1 - p).log()).mean()
+    for labels in (wanted, wanted.double()):
+        torch.testing.assert_close(made.loss(ids, padding, labels), expected, rtol=1e-12, atol=0)
+    with pytest.raises(InputError, match="from 1 to 30; this model's vocabulary is 0 to 29"):
+        made(torch.tensor([[1, 30]]))
