@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import tempfile
 from collections.abc import Callable
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import apart
-from normattn.errors import NormattnError
-from normattn.lab.training import StepReport, TrainingConfig
+from normattn.errors import InputError, NormattnError
+from normattn.lab.training import MaskedConfig, StepReport, TrainingConfig
 from normattn.lab.training.distributed import World
 from normattn.lab.training.step import TrainStep
 
-from .settings import run, small
+from .settings import changed, run, small
 
 STEPS = 8
 
@@ -32,7 +33,7 @@ def curve(**changes: Any) -> TrainingConfig:
 def together(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` gives on each of `size` processes of a gloo group.
 
-    An error of ours comes back as its class and what it says.
+    An error of ours comes back as its class and what it says, and nothing of a process that died.
     """
     context = apart.context()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,11 +47,18 @@ def together(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
             children.append(child)
         try:
             assert all(end.poll(60) for end in ends), "a process of the group hangs"
-            return [end.recv() for end in ends]
+            return [_received(end) for end in ends]
         finally:
             for child in children:
                 child.join(10)
                 child.kill()
+
+
+def _received(end: Any) -> Any:
+    try:
+        return end.recv()
+    except EOFError:
+        return None
 
 
 def _join(
@@ -92,6 +100,45 @@ def hold(rank: int, parallel: str) -> tuple[int, list[float]]:
 
 def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor.detach(), "_local_tensor", tensor)
+
+
+def diverge_on_the_second(rank: int, out: Path) -> None:
+    """From step 3 the second process's loss is NaN; BatchNorm's statistics are of both."""
+    calls = []
+
+    class Bad(MaskedConfig):
+        def loss(self, model: Any, batch: Any, shards: int) -> Any:
+            loss, metrics = super().loss(model, batch, shards)
+            calls.append(loss)
+            return loss * (float("nan") if rank == 1 and len(calls) > 4 else 1.0), metrics
+
+    run(Bad.parse(changed(accumulate=2, model={"score": "QKBatchNorm"})), out)
+
+
+def without_data_on_the_second(rank: int, out: Path) -> None:
+    """The second process cannot read its data."""
+
+    class Unreadable(TrainingConfig):
+        def prepare(self) -> Any:
+            if rank == 1:
+                raise InputError("there is no such text")
+            return super().prepare()
+
+    run(Unreadable.parse(changed(parallel="fsdp")), out)
+
+
+def die_in_a_step(rank: int, out: Path, parallel: str) -> None:
+    """The second process dies while the first one is in a step."""
+    calls = []
+
+    class Dying(TrainingConfig):
+        def loss(self, model: Any, batch: Any, shards: int) -> Any:
+            calls.append(batch)
+            if rank == 1 and len(calls) == 3:
+                os._exit(9)
+            return super().loss(model, batch, shards)
+
+    run(Dying.parse(changed(parallel=parallel)), out)
 
 
 def without_room(rank: int, out: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from normattn.errors import DivergedError, InputError, Interrupted
+from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
 from normattn.lab.runs import Checkpoints, read_metrics
 from normattn.lab.training.distributed import choose_device
 from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
@@ -26,11 +26,14 @@ from normattn.models import CausalLM
 from .group import (
     STEPS,
     curve,
+    die_in_a_step,
+    diverge_on_the_second,
     fail_on_main,
     fail_while_others_train,
     go,
     hold,
     together,
+    without_data_on_the_second,
     without_room,
 )
 from .settings import BAD_STEP, faulty, losses, run, small, state_of, stop
@@ -79,6 +82,30 @@ def test_what_fails_on_the_first_process_reaches_all(
     said = together(2, work, given, tmp_path / "run")
     assert [kind for kind, _ in said] == errors
     assert all("the disk is gone" in each for _, each in said)
+
+
+def test_what_fails_on_another_process_at_the_start_fails_on_all(tmp_path: Path) -> None:
+    said = together(2, without_data_on_the_second, tmp_path / "run")
+    why = "there is no such text"
+    assert said == [
+        (NormattnError, f"another process of the group failed: {why}"),
+        (InputError, why),
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_end_of_another_process_is_one_sentence(tmp_path: Path, parallel: str) -> None:
+    (kind, said), nothing = together(2, die_in_a_step, tmp_path / "run", parallel)
+    assert (kind, nothing) == (NormattnError, None)
+    assert said.startswith("another process of the group ended")
+
+
+def test_a_divergence_of_one_process_is_found_where_all_must_compute(tmp_path: Path) -> None:
+    """BatchNorm's statistics are of all processes, which so repeat the step together."""
+    said = together(2, diverge_on_the_second, tmp_path / "run")
+    assert [kind for kind, _ in said] == [DivergedError] * 2, said
+    assert "step 3; it began in the loss, every module's output being finite" in said[0][1]
 
 
 def test_a_device_that_is_not_there_is_said() -> None:

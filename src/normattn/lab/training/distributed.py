@@ -80,6 +80,19 @@ class World:
         value: T = result
         return value
 
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on each rank; where it fails on one, the others raise a `NormattnError`."""
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        said = self.first_not_none(None if failure is None else str(failure) or repr(failure))
+        if said is not None:
+            self.barrier()
+            raise failure or NormattnError(f"another process of the group failed: {said}")
+        return result
+
     def first_not_none(self, value: str | None) -> str | None:
         """Return the first value that is not None, in order of rank."""
         if self.size == 1:
@@ -105,8 +118,23 @@ def process_group(device: str = "auto") -> Iterator[World]:
     """Join torchrun's process group inside, if there is one, and destroy it afterwards.
 
     An existing group is used and not destroyed. `device` is "auto" (CUDA if available), "cpu",
-    "cuda" or "cuda:N".
+    "cuda" or "cuda:N". Raises `NormattnError` if another process ends before its work is done.
     """
+    try:
+        with _joined_group(device) as world:
+            yield world
+    except RuntimeError as error:
+        # gloo's errors have no class of their own; they name its source file.
+        if not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+            raise
+        raise NormattnError(
+            "another process of the group ended or cannot be reached: see what it printed; rerun "
+            "the command to resume"
+        ) from error
+
+
+@contextmanager
+def _joined_group(device: str) -> Iterator[World]:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size(), choose_device(device))

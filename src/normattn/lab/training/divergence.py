@@ -12,29 +12,28 @@ from torch.utils._pytree import tree_leaves
 
 from normattn.lab.training.step import TrainStep
 
+GRADIENT = "the gradient of"
+
 
 def find_origin(stepper: TrainStep, step: int) -> str | None:
     """Repeat the forward and backward passes of `step`; return where values stop being finite.
 
     The origin is the first module whose output is not finite, such as `blocks.1.feed_forward.down`
     (with its parameter if that was not finite before), or the loss, or the first gradient. None if
-    all values of this rank are finite.
+    all values of this rank are finite. Each rank repeats all of it: BatchNorm communicates.
     """
     stepper.optimiser.zero_grad()
+    origins: list[str] = []
     for micro, batch in enumerate(stepper.batches(step)):
         stepper.seed(step, micro)
-        origins: list[str] = []
         with ExitStack() as stack:
             _add_hooks(stepper.task.model, origins, stack)
             with stepper.autocast():
                 loss, _ = stepper.task.loss(batch)
             if not origins and not bool(torch.isfinite(loss)):
                 origins.append("the loss, every module's output being finite")
-            if not origins:
-                loss.backward()  # type: ignore[no-untyped-call]
-        if origins:
-            return origins[0]
-    return None
+            loss.backward()  # type: ignore[no-untyped-call]
+    return origins[0] if origins else None
 
 
 def _add_hooks(model: nn.Module, origins: list[str], stack: ExitStack) -> None:
@@ -46,7 +45,7 @@ def _add_hooks(model: nn.Module, origins: list[str], stack: ExitStack) -> None:
 
     def check_gradient(name: str, parameter: Tensor) -> None:
         if not _finite(parameter.grad):
-            origins.append(f"the gradient of {name}")
+            origins.append(f"{GRADIENT} {name}")
 
     for name, module in model.named_modules():
         handle = module.register_forward_hook(partial(check_output, name or "the model"))

@@ -8,6 +8,7 @@ has a pickled index, and unpickling executes code.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -118,6 +119,7 @@ class Sharded(Parallel):
                 try:
                     writing.result()
                 except CheckpointException as error:
+                    shutil.rmtree(folder, ignore_errors=True)  # All processes have ended writing.
                     # Raise the first error of all processes.
                     raise next(iter(error.failures.values()))[0] from error
             checkpoints.finish(folder, step, meta)

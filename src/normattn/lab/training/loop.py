@@ -22,7 +22,7 @@ from normattn.lab.runs import (
 from normattn.lab.runs.environment import torch_threads
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.distributed import World, process_group
-from normattn.lab.training.divergence import find_origin
+from normattn.lab.training.divergence import GRADIENT, find_origin
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
@@ -76,7 +76,7 @@ def train(
             world.on_main(lambda: displays.append(Tracking(track, run, every)))
         request = stack.enter_context(StopRequest())
         torch.manual_seed(derive_seed(config.seed, "initialisation"))
-        task = make_task(world)
+        task = world.on_all(lambda: make_task(world))
         if world.main and show_progress:
             displays.append(ProgressBar())
         if not world.main:
@@ -336,9 +336,13 @@ class _Loop:
         where = "a module not searched for (resume with parallel ddp to have it named)"
         self.stepper.restore_buffers()
         if self.parallel.can_find_divergence:
-            where = self.world.first_not_none(find_origin(self.stepper, step)) or (
+            origin, first = find_origin(self.stepper, step), self.world.first_not_none
+            # The backward pass of BatchNorm spreads what is not finite to all processes.
+            in_backward = origin is not None and origin.startswith(GRADIENT)
+            norm = (
                 f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
             )
+            where = first(None if in_backward else origin) or first(origin) or norm
             # The search has repeated the forward pass.
             self.stepper.restore_buffers()
         if step > 1:

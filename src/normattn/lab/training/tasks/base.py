@@ -190,10 +190,15 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
         result = world.on_main(lambda: _finished_result(open_run()))
         if result is not None:
             return result
-        check_memory(config.cost(), config, world)
-        data = config.prepare()
         shards = world.size * config.accumulate
-        config.check(data, shards)
+
+        def prepare() -> Any:
+            check_memory(config.cost(), config, world)
+            data = config.prepare()
+            config.check(data, shards)
+            return data
+
+        data = world.on_all(prepare)
 
         def make_task(world: World) -> ModelTask:
             return config.task(data, world.device, shards)
