@@ -218,6 +218,14 @@ def test_outcomes_tell_finished_diverged_failed_and_killed_apart(
     assert max(seen) <= 2
 
 
+def test_a_failed_job_whose_log_is_gone_does_not_end_the_others(tmp_path: Path) -> None:
+    gone = job(tmp_path, "gone", "")
+    script = f"import os; os.remove({str(gone.log)!r}); os._exit(4)"
+    jobs = [replace(gone, arguments=("-c", script)), job(tmp_path, "other", "pass")]
+    ended = run_jobs(jobs, Local(), 1)
+    assert [(outcome.code, outcome.message) for outcome in ended] == [(4, "no output"), (0, "")]
+
+
 def test_a_signal_lets_jobs_save(launcher: Launcher, tmp_path: Path) -> None:
     saved = tmp_path / "state"
     # As a cell does: a busy cluster may end a task's process before its interruption is heard.

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from normattn.errors import InputError, import_library, unknown_name
+from normattn.errors import InputError, Interrupted, import_library, unknown_name
 from normattn.lab.sweep.launchers import (
     Child,
     Job,
@@ -35,6 +35,7 @@ from normattn.lab.sweep.launchers import (
     visible_gpus,
 )
 from normattn.stopping import StopRequest
+from normattn.terminal import warn
 
 INHERITED = ("PYTHONPATH", "NORMATTN_CACHE", "XDG_CACHE_HOME")
 """Environment variables that other hosts receive, for code and data."""
@@ -147,6 +148,12 @@ class Ray(Remote):
             self._connect(ray)
         try:
             cpus, gpus = self.resources(needs)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            if not any(n.get("CPU", 0) >= cpus and n.get("GPU", 0) >= gpus for n in nodes):
+                warn(
+                    f"warning: no node of the Ray cluster has the {cpus} CPU cores and {gpus} GPUs "
+                    "of a job (launcher.cpus, launcher.gpus): the jobs wait for one"
+                )
             remote = ray.remote(RemoteJob.__call__).options(
                 num_cpus=cpus, num_gpus=gpus, max_retries=self.retries
             )
@@ -166,7 +173,9 @@ class Ray(Remote):
             if colon and port.isdecimal():
                 socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
             ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except SystemExit as error:  # Ray's handler of SIGTERM.
+            raise Interrupted("stopped while connecting to Ray; rerun the command") from error
+        except Exception as error:  # Ray raises no narrower one.
             where = address or "this machine"
             raise InputError(f"no Ray cluster answers at {where}: {_lines(error)[0]}") from error
         finally:

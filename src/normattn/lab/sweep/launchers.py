@@ -239,7 +239,8 @@ class Child(Task):
         code = self.process.wait()
         if code == FINISHED:
             return code, ""
-        text = self.job.log.read_text("utf-8", errors="replace")
+        log = self.job.log
+        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         # Other output may reach the log after the error's sentence.
         sentences = [line for line in lines if line.startswith("normattn: ")]
