@@ -19,7 +19,7 @@ from torch import Tensor
 
 from normattn.errors import DivergedError, InputError, Interrupted, NormattnError
 from normattn.lab.runs import Checkpoints, read_metrics
-from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.distributed import choose_device, process_group
 from normattn.lab.training.planning import GPU_MEMORY, describe_plan, make_plan, memory_of
 from normattn.models import CausalLM
 
@@ -99,6 +99,23 @@ def test_the_end_of_another_process_is_one_sentence(tmp_path: Path, parallel: st
     (kind, said), nothing = together(2, die_in_a_step, tmp_path / "run", parallel)
     assert (kind, nothing) == (NormattnError, None)
     assert said.startswith("another process of the group ended")
+
+
+@pytest.mark.parametrize(
+    ("size", "said"), [("2", "variable RANK expected, but not set"), ("two", "'two'")]
+)
+def test_a_group_that_cannot_be_joined_is_one_sentence(
+    size: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    if size == "two":
+        monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(InputError, match=f"WORLD_SIZE is {size}.*{said}; start them with torchrun"),
+        process_group("cpu"),
+    ):
+        pass
 
 
 def test_a_divergence_of_one_process_is_found_where_all_must_compute(tmp_path: Path) -> None:
@@ -185,7 +202,7 @@ def test_a_part_that_cannot_be_written_is_said_by_all(tmp_path: Path) -> None:
     said = together(2, without_room, tmp_path / "run")
     assert [kind for kind, _ in said] == [InputError] * 2, said
     assert all("no space left on the disk" in each for _, each in said)
-    assert Checkpoints(tmp_path / "run/checkpoints").latest() is None
+    assert not any((tmp_path / "run/checkpoints").iterdir())
 
 
 @pytest.mark.thorough

@@ -128,22 +128,27 @@ def process_group(device: str = "auto") -> Iterator[World]:
         if not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
             raise
         raise NormattnError(
-            "another process of the group ended or cannot be reached: see what it printed; rerun "
-            "the command to resume"
+            "another process of the group ended: see what it printed; rerun the command to resume"
         ) from error
 
 
 @contextmanager
 def _joined_group(device: str) -> Iterator[World]:
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_available() and dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size(), choose_device(device))
         return
-    if size == 1:
-        yield World(0, 1, choose_device(device))
+    chosen, size = choose_device(device), os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        yield World(0, 1, chosen)
         return
-    chosen = choose_device(device)
-    _init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        _init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"WORLD_SIZE is {size}, but the processes cannot be joined: {reason}; start them with "
+            "torchrun, or unset WORLD_SIZE"
+        ) from error
     try:
         yield World(dist.get_rank(), dist.get_world_size(), chosen)
         dist.barrier()
