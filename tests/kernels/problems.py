@@ -46,9 +46,8 @@ def make_inputs(
         drawn = drawn * (scale if name in ("q", "far_q") else 1)
         return layout(name, drawn.to(dtype)).requires_grad_(learned)
 
-    attention_mask = AttentionMask(
-        **{"causal": True, "aligned": True, **mask}, query=at[keys - rows :], key=at
-    )
+    mask = {"causal": True, "aligned": True, **mask}
+    attention_mask = AttentionMask(query=at[keys - rows :], key=at, **mask)
     q, k = leaf("q", batch, heads, rows, size), leaf("k", batch, groups, keys, size)
     inputs = AttentionInputs(q, k, leaf("v", batch, groups, keys, values or size), attention_mask)
     if change in ("two regimes", "all"):
@@ -120,6 +119,24 @@ def logits_of(p: AttentionInputs, product: Tensor) -> Tensor:
     return torch.cat((logits, sink), -1)
 
 
+# How T = 11 queries of 17 keys may be masked, in two rows of four heads.
+T, S = 11, 17
+ADDED = torch.randn(2, 4, T, S, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+ADDED[0, :, 3] = ADDED[1, 1, :, ::2] = -torch.inf
+_OF = (torch.arange(S) // 5).expand(2, -1)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "window": {"window": 5},
+    "window both ways": {"window": 5, "causal": False},
+    "window and first keys": {"window": 4, "sink_tokens": 3},
+    "padding": {"padding": torch.arange(S).expand(2, -1) < torch.tensor([[2], [13]])},
+    "documents": {"query_documents": _OF[:, S - T :], "key_documents": _OF},
+    "mask of every pair": {"attn_mask": torch.arange(2 * T * S).view(2, 1, T, S) % 3 > 0},
+    "mask of every head": {"attn_mask": torch.arange(4 * S).view(1, 4, 1, S) % 5 > 1},
+    "added": {"attn_mask": ADDED},
+    "irregular": {"aligned": False},
+}
 R = 21
 _PADDING = torch.arange(R) < torch.tensor([[0], [3]])
 _NUMBERS = (torch.arange(R) >= R // 2).long().expand(2, -1)

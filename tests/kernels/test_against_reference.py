@@ -1,9 +1,14 @@
-"""Every kernel against the reference in float64, outputs and all gradients, over drawn inputs."""
+"""Every kernel against the reference: drawn inputs, biases by distance, layouts in memory.
+
+The stock flash operators, called directly, assume a dense last axis and read out of bounds without
+one; nothing may depend on how an operand lies.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,24 +17,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from normattn.kernels import AttentionInputs, AttentionMask, attend, tiled, two_regime
-from normattn.kernels.dispatch import TABLE
+from normattn.kernels.dispatch import KERNELS, TABLE
 from normattn.kernels.reference import reference
+from score.cases import IN_MEMORY
+from thorough import half_of
 
-from .memory import largest
-from .problems import assert_all_close, make_inputs, outputs_and_gradients
+from .problems import assert_all_close, in_float64, make_inputs, outputs_and_gradients
 
 few = settings(max_examples=25, deadline=None)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def assert_agrees(backend: str, inputs: AttentionInputs, error: float = 1e-11) -> None:
-    def run(inputs: AttentionInputs) -> Tensor:
-        return attend(inputs, backend)
-
     along = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3], dtype=inputs.v.dtype)
-    ours = outputs_and_gradients(run, inputs, along)
+    ours = outputs_and_gradients(lambda p: attend(p, backend), inputs, along)
     assert_all_close(ours, outputs_and_gradients(reference, inputs, along), error)
 
 
@@ -112,27 +116,19 @@ def test_two_regime(draw: random.Random, rows: int) -> None:
         assert_agrees("two-regime", inputs)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
+def test_lengths_about_the_window_and_the_tile(rows: int) -> None:
+    for backend in ("chunked", "two-regime"):
+        assert_agrees(backend, make_inputs(rows, rows, "two regimes", far_from=12))
+    assert_agrees("chunked", make_inputs(rows, rows + 15, "two regimes", far_from=12))
+
+
 @pytest.mark.parametrize(
     ("rows", "window"), [(191, 192), (192, 1), (192, 191), (193, 192), (193, 193), (389, 150)]
 )
 def test_chunks_of_their_own_size(rows: int, window: int) -> None:
     shape: Any = {"batch": 1, "heads": 2, "groups": 1, "size": 4}
     assert_agrees("two-regime", make_inputs(rows, rows, "two regimes", far_from=window, **shape))
-
-
-def test_chunks_hold_no_matrix() -> None:
-    """Of T × S numbers nothing is stored, forward or backward: only one chunk's mask."""
-    inputs = make_inputs(1024, 1024, "two regimes", far_from=64, dtype=torch.float32)
-    with largest() as record:
-        outputs_and_gradients(lambda p: attend(p, "two-regime"), inputs)
-    assert record.numel <= 3 * inputs.q.numel()
-
-
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 11, 12, 13, 25])
-def test_lengths_about_the_window_and_the_tile(rows: int) -> None:
-    for backend in ("chunked", "two-regime"):
-        assert_agrees(backend, make_inputs(rows, rows, "two regimes", far_from=12))
-    assert_agrees("chunked", make_inputs(rows, rows + 15, "two regimes", far_from=12))
 
 
 @pytest.mark.parametrize(("near", "far"), [(200.0, 1.0), (1.0, 200.0)])
@@ -146,30 +142,111 @@ def test_one_regime_that_outweighs_the_other(near: float, far: float) -> None:
         assert_agrees(backend, inputs, 1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoding_step_over_keys_cut_from_a_cache(dtype: torch.dtype) -> None:
-    """Keys that are a part of a larger buffer, near ones of their own; one query."""
-    made = [torch.randn(2, 2, count, 8).to(dtype) for count in (1, 1, 50, 50, 6)]
-    q, far_q, values, far_k, near = made
-    key = torch.arange(40)
-    mask = AttentionMask(True, key[-1:], key, True)
-    v, cut = values[:, :, :40], far_k[:, :, :40]
-    two = AttentionInputs(q, near, v, mask, far_q, cut, 6, near_start=34)
-    error = 1e-5 if dtype == torch.float32 else 3e-2
-    for inputs in (two, AttentionInputs(q, cut, v, mask)):
-        wide = [None if x is None else x.double() for x in inputs.tensors]
-        expected = reference(AttentionInputs.of(inputs.settings, wide))
-        out = attend(inputs, "chunked").double()
-        torch.testing.assert_close(out, expected, atol=error, rtol=error)
+STEEP: dict[str, Any] = {"batch": 1, "heads": 2, "groups": 2, "size": 4, "values": 5}
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (0, 0), (3, 0)])
-def test_nothing_to_attend_to(backend: str, queries: int, keys: int) -> None:
-    inputs = make_inputs(queries, max(queries, keys), causal=False)
-    inputs = replace(inputs, k=inputs.k[:, :, :keys], v=inputs.v[:, :, :keys])
-    at = torch.arange(keys)
-    inputs = replace(inputs, mask=AttentionMask(False, torch.arange(queries), at, True))
-    out, *grads = outputs_and_gradients(lambda p: attend(p, backend), inputs)
-    assert out.shape == (2, 4, queries, 8)
-    assert all((x == 0).all() for x in (out, *grads))
+def chunked(inputs: AttentionInputs) -> Tensor:
+    return attend(inputs, "chunked")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "causal", "groups", "error"),
+    [(torch.float64, False, 1, 1e-11), (torch.float32, True, 3, 1e-5)],
+)
+def test_keys_beyond_a_heads_reach_are_left_out(
+    dtype: torch.dtype, causal: bool, groups: int, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So steep a bias that far weights are 0: the same numbers from fewer products."""
+    monkeypatch.setattr(tiled, "REACH_FROM", 1)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
+    shape, steep = {**STEEP, "heads": 3, "groups": groups}, -20.0 * torch.arange(1, 4)[:, None]
+    for rows in (30, 72):
+        inputs = make_inputs(rows, 72, "bias", causal=causal, dtype=dtype, **shape)
+        assert inputs.bias is not None
+        bias = inputs.bias.detach().double() + steep * torch.arange(72)
+        inputs = replace(inputs, bias=bias.requires_grad_())
+        along = torch.linspace(-1, 1, 3 * rows * 5, dtype=torch.float64).view(1, 3, rows, 5)
+        ours = outputs_and_gradients(chunked, inputs, along.to(dtype))
+        exact = outputs_and_gradients(reference, in_float64(inputs), along)
+        for one, other in zip(ours, exact, strict=True):
+            assert one.isfinite().all()
+            assert (one - other).norm() <= error * max(1.0, other.norm().item())
+    few = _flops(inputs)
+    monkeypatch.setattr(tiled, "REACH_FROM", 73)
+    assert few < 0.8 * _flops(inputs)
+
+
+def _flops(inputs: AttentionInputs) -> int:
+    with FlopCounterMode(display=False) as counter:
+        outputs_and_gradients(chunked, inputs)
+    return int(counter.get_total_flops())
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.1, 60.0), st.floats(0.1, 4.0))
+def test_keys_beyond_the_reach_change_nothing(seed: int, slope: float, spread: float) -> None:
+    draw, key = torch.Generator().manual_seed(seed), torch.arange(600)
+    q, k = (torch.randn(1, 2, 600, 4, generator=draw) * spread for _ in range(2))
+    b = -slope * torch.arange(600.0) + torch.randn(2, 600, generator=draw)
+    v = torch.randn(1, 2, 600, 4, generator=draw)
+    inputs = AttentionInputs(q, k, v, AttentionMask(True, key, key, True), bias=b)
+    torch.testing.assert_close(attend(inputs, "chunked"), reference(inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fixed_bias_has_no_gradient_and_fixed_inputs_neither() -> None:
+    inputs = make_inputs(19, 19, "bias", **STEEP)
+    assert inputs.bias is not None
+    fixed = replace(inputs, bias=inputs.bias.detach())
+    expected = outputs_and_gradients(reference, fixed)
+    assert_all_close(outputs_and_gradients(chunked, fixed), expected)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    alone = replace(inputs, q=q, k=k, v=v)
+    expected = outputs_and_gradients(reference, alone)
+    assert_all_close(outputs_and_gradients(chunked, alone), expected)
+    # A bias may hide what is far.
+    fixed.bias[:, 5:] = -torch.inf  # type: ignore[index]
+    assert_all_close([chunked(fixed)], [reference(fixed)])
+
+
+S, NAMES = 20, ("q", "k", "v", "far_q", "far_k", "gradient")
+# In such an order that each half of them has both types.
+KINDS = [
+    *(("two regimes", torch.float32), ("two regimes", torch.bfloat16)),
+    *(("plain", torch.bfloat16), ("plain", torch.float32)),
+    *(("bias", torch.float32), ("bias", torch.bfloat16)),
+]
+
+
+def _cases(change: str) -> list[tuple[int, tuple[str, ...]]]:
+    """Numbers of queries, and what is laid out strangely: one by one where most can be missed."""
+    alone = [(S, (name,)) for name in NAMES] if change == "two regimes" else [(S, NAMES)]
+    return [*alone, (6, NAMES)]
+
+
+@pytest.mark.parametrize(("layout", "kind"), half_of([*IN_MEMORY], KINDS))
+def test_any_layout(layout: str, kind: tuple[str, torch.dtype]) -> None:
+    change, dtype = kind
+    for rows, strange in _cases(change):
+
+        def laid(name: str, x: Tensor, strange: tuple[str, ...] = strange) -> Tensor:
+            return IN_MEMORY[layout](x) if name in strange else x
+
+        def copied(name: str, x: Tensor, strange: tuple[str, ...] = strange) -> Tensor:
+            return laid(name, x, strange).contiguous()
+
+        def made(how: object, rows: int = rows) -> AttentionInputs:
+            return make_inputs(rows, S, change, far_from=12, dtype=dtype, layout=how)  # type: ignore[arg-type]
+
+        inputs, plain = made(laid), made(copied)
+        by_out = laid("gradient", torch.randn(inputs.q.shape, dtype=dtype))
+        for kernel in KERNELS:
+            if kernel.why_not(inputs) is not None:
+                continue
+            run = partial(attend, backend=kernel.name)
+            ours = outputs_and_gradients(run, inputs, by_out)
+            expected = outputs_and_gradients(run, plain, by_out.contiguous())
+            for mine, theirs in zip(ours, expected, strict=True):
+                off = 1e-5 if mine.dtype == torch.float32 else 2e-2
+                mine, theirs = mine.detach().double(), theirs.detach().double()
+                error = (mine - theirs).abs().max() / theirs.abs().max().clamp(min=1)
+                assert float(error) < off, f"{kernel.name}, {strange}: {float(error)}"

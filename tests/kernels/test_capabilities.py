@@ -1,4 +1,4 @@
-"""The table of capabilities is what the kernels do, and the choice follows its rule."""
+"""The table of capabilities is what the kernels do, and the choice follows its rule; `explain`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from normattn import InputError
-from normattn.kernels import BACKENDS, AttentionInputs, AttentionMask, attend, choose, reasons
+from normattn import InputError, Score, attention, explain
+from normattn.kernels import AttentionInputs, AttentionMask, attend, choose, dispatch, reasons
 from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE
 from normattn.kernels.inputs import Selection
 from normattn.kernels.reference import reference
+from normattn.kernels.sdpa import sdpa
+from normattn.layers import folded
 
 from .problems import leaves_of, make_inputs
 
@@ -26,7 +29,7 @@ class _Places:
     def select(self, rows: slice) -> _Places:
         return self
 
-    def values(self, score: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    def values(self, score: Tensor, mask: AttentionMask) -> Tensor:
         return (mask.query[:, None] + 1) * mask.key.float().sin()
 
 
@@ -107,7 +110,7 @@ def test_a_second_derivative_is_given_or_refused_in_words() -> None:
                 continue
             out = attend(inputs, kernel.name).square().sum()
 
-            def twice(out: torch.Tensor = out, q: torch.Tensor = inputs.q) -> torch.Tensor:
+            def twice(out: Tensor = out, q: Tensor = inputs.q) -> Tensor:
                 (first,) = torch.autograd.grad(out, q, create_graph=True)
                 return torch.autograd.grad(first.square().sum(), q)[0]
 
@@ -163,7 +166,60 @@ def test_the_first_that_can(kernel: str, inputs: AttentionInputs) -> None:
     assert choose(inputs).name == kernel
 
 
-def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(InputError, match="unknown backend 'flash'; expected one of auto, fused"):
-        attend(make_inputs(), "flash")
-    assert set(BACKENDS) == {"auto", *TABLE}
+SPECS = [
+    *("KNA", "CosA-logn-YaRN(factor=8)@16", "KNA-ReRoPE(window=4)@16", "Baseline-ALiBi"),
+    *("KNA-StreamingLLM(window=4)@16", "Baseline-KERPLELog", "Baseline-SoftCap-Sink"),
+    *("Baseline-SlidingWindow(window=3)", "Baseline-Packed", "KNA-PoPE", "KNA-FoX"),
+    *("KNA-Chunked(size=4)", "Baseline-Sigmoid@16", "Baseline-CoPE", "KNA-DualChunk@16"),
+    "Baseline-FIRE@16",
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("queries", "dtype"),
+    [(1, torch.float32), (1, torch.bfloat16), (5, torch.float32), (9, torch.bfloat16)],
+)
+def test_it_names_the_kernel_that_runs(
+    spec: str, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    choose = dispatch.choose
+
+    def spy(problem: AttentionInputs, *given: Any) -> dispatch.Kernel:
+        kernel = choose(problem, *given)
+        taken.append(kernel.name)
+        return kernel
+
+    def direct(*given: Any) -> Tensor:
+        taken.append("fused")
+        return sdpa(*given)
+
+    shapes = (1, 4, queries, 8), (1, 2, 9, 8), (1, 2, 9, 8)
+    found = explain(spec, *shapes, dtype=dtype)
+    monkeypatch.setattr(dispatch, "choose", spy)
+    monkeypatch.setattr(folded, "sdpa", direct)
+    q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    documents = torch.zeros(1, 9, dtype=torch.int64) if "Packed" in spec else None
+    forget = torch.zeros(1, 9, 4) if "FoX" in spec else None
+    attention(q, k, v, Score(spec, 4, 8, 2).to(dtype), documents=documents, forget=forget)
+    assert taken == [found.kernel]
+    assert f"kernel: {found.kernel} (" in str(found)
+    assert set(found.refused) == {k.name for k in KERNELS} - {found.kernel}
+
+
+def test_a_device_that_is_not_there_is_explained_too() -> None:
+    arguments: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    two = explain("KNA-ReRoPE(window=8)@32", (1, 4, 512, 64), **arguments)
+    assert "CUDA" in two.refused["two-regime"]
+
+
+def test_residual_scores_are_explained() -> None:
+    """Scores are left to a kernel of their own; queries and keys are folded, for any kernel."""
+    scores = explain("KNA-RealFormer", (1, 4, 512, 64))
+    assert scores.kernel == "residual"
+    assert any(line.startswith("RealFormer") for line in scores.left)
+    assert "residual scores" in scores.refused["fused"]
+    features = explain("KNA-ResidualQK", (1, 4, 512, 64))
+    assert any(line.startswith("ResidualQK") for line in features.folded)
+    assert features.kernel == explain("KNA", (1, 4, 512, 64)).kernel

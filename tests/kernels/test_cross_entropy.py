@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from normattn import InputError
 from normattn.kernels import cross_entropy, linear_cross_entropy, token_scores
@@ -14,6 +15,7 @@ from score.cases import tensors
 from .memory import largest
 
 N, D, V = 11, 6, 17
+four = pytest.mark.parametrize("chunk", [4], indirect=True)
 TARGETS = torch.tensor([0, 16, 3, 3, 8, 1, 2, 0, 16, 5, 9])
 
 
@@ -23,40 +25,32 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cross_entropy, "CHUNK", request.param)
 
 
-@pytest.fixture
-def four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK", 4)
-
-
-def _assert_close(ours: Tensor, expected: Tensor) -> None:
+def _assert_close(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 def test_loss_hits_and_gradients(chunk: None, smoothing: float) -> None:
-    """With gradients, by a second backward, and without gradients."""
-    hidden, weight = tensors((N, D), (V, D))
+    """With gradients and without, the mean and token by token."""
+    both = hidden, weight = tensors((N, D), (V, D))
     result = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
-    logits = hidden @ weight.T
-    expected = F.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
-    _assert_close(result.loss, expected)
-    _assert_close(result.nll, F.cross_entropy(logits, TARGETS).detach())
-    assert not result.nll.requires_grad
-    assert result.correct.item() == (logits.argmax(-1) == TARGETS).sum().item()
-    ours = torch.autograd.grad(result.loss * 3, (hidden, weight), retain_graph=True)
-    again = torch.autograd.grad(result.loss * 3, (hidden, weight))
-    hand = torch.autograd.grad(expected * 3, (hidden, weight))
-    for mine, twice, other in zip(ours, again, hand, strict=True):
-        _assert_close(mine, other)
-        _assert_close(twice, other)
     with torch.no_grad():
         without = linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=smoothing)
-    _assert_close(without.loss, expected.detach())
-    _assert_close(without.nll, result.nll)
-    scores = token_scores(hidden, weight, TARGETS)
-    _assert_close(scores.loss, F.cross_entropy(logits, TARGETS, reduction="none").detach())
-    assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
+    scores, logits = token_scores(hidden, weight, TARGETS), hidden @ weight.T
+    expected = F.cross_entropy(logits, TARGETS, label_smoothing=smoothing)
+    single = F.cross_entropy(logits, TARGETS, reduction="none").detach()
+    _assert_close((result.loss, without.loss), (expected, expected.detach()))
+    _assert_close((result.nll, without.nll, scores.loss), (single.mean(), single.mean(), single))
+    assert not result.nll.requires_grad
     assert not scores.loss.requires_grad
+    assert torch.equal(scores.correct, logits.argmax(-1) == TARGETS)
+    assert result.correct == scores.correct.sum()
+    losses = result.loss, expected
+    _assert_close(*(torch.autograd.grad(loss * 3, both, retain_graph=True) for loss in losses))
+    for one in both:  # The other is fixed.
+        left, right = (x if x is one else x.detach() for x in both)
+        alone = linear_cross_entropy(left, right, TARGETS, smoothing).loss
+        _assert_close(*(torch.autograd.grad(x, one, retain_graph=True) for x in (alone, expected)))
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
@@ -66,10 +60,11 @@ def test_a_label_smoothing_that_is_no_share_is_refused(share: float) -> None:
         linear_cross_entropy(hidden, weight, TARGETS, label_smoothing=share)
 
 
+@four
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_retained_graph_gives_the_same_gradients_again(four: None, dtype: torch.dtype) -> None:
+def test_a_retained_graph_gives_the_same_gradients_again(chunk: None, dtype: torch.dtype) -> None:
     """The first backward scales and hands out what the forward made; later ones make it anew."""
-    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in tensors((N, D), (V, D)))
+    hidden, weight = tensors((N, D), (V, D), dtype=dtype)
     loss = linear_cross_entropy(hidden, weight, TARGETS).loss
     first = torch.autograd.grad(loss * 3, (hidden, weight), retain_graph=True)
     kept = [x.clone() for x in first]
@@ -94,16 +89,6 @@ def test_sums_beyond_float16_have_a_mean_within() -> None:
         assert grad.dtype == dtype
         grads.append(grad.float())
     torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_one_of_the_two_may_be_fixed(four: None, which: int) -> None:
-    both = tensors((N, D), (V, D))
-    inputs = [x if n == which else x.detach() for n, x in enumerate(both)]
-    loss = linear_cross_entropy(inputs[0], inputs[1], TARGETS).loss
-    (ours,) = torch.autograd.grad(loss, inputs[which])
-    expected = F.cross_entropy(inputs[0] @ inputs[1].T, TARGETS)
-    _assert_close(ours, torch.autograd.grad(expected, inputs[which])[0])
 
 
 def test_of_equal_logits_the_first_is_the_answer(chunk: None) -> None:
@@ -134,7 +119,8 @@ def test_autocast_to_bfloat16(part: int, smoothing: float, monkeypatch: pytest.M
         assert (mine - hand).norm() < 0.02 * hand.norm()
 
 
-def test_logits_beyond_the_range_of_exp(four: None) -> None:
+@four
+def test_logits_beyond_the_range_of_exp(chunk: None) -> None:
     hidden, weight = tensors((N, D), (V, D), dtype=torch.float32)
     result = linear_cross_entropy(hidden * 100, weight, TARGETS)
     torch.testing.assert_close(result.loss, F.cross_entropy(hidden * 100 @ weight.T, TARGETS))
@@ -158,10 +144,9 @@ def test_the_whole_logits_never_exist(
 
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight = tensors((N, D), (V, D))
+    loss = linear_cross_entropy(hidden, weight, TARGETS).loss
     with pytest.raises(InputError, match="second derivatives"):
-        torch.autograd.grad(
-            linear_cross_entropy(hidden, weight, TARGETS).loss, hidden, create_graph=True
-        )
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_no_tokens_have_no_scores() -> None:

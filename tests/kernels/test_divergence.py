@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from normattn.kernels.dispatch import KERNELS
 from normattn.layers import folded, plan
 from normattn.layers.cache import KeyValueCache
 
-from .problems import WAYS, make_inputs, make_layers, run_layers
+from .problems import WAYS, R, make_inputs, make_layers, run_layers
 
 # In bf16 only the rows that must be NaN are asked about: of 16 n + 1 rows of odd length oneDNN's
 # AMX product, and so torch's own linear layer, shows a NaN of the last row in the one before too.
@@ -48,23 +49,28 @@ def _spoilt(inputs: AttentionInputs, side: str, place: int, value: float) -> Ten
 @values_and_types
 @pytest.mark.parametrize("change", ["plain", "two regimes", "bias", "sink", "padding"])
 def test_the_same_rows_by_every_kernel(change: str, value: float, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"batch": 1, "dtype": dtype, "learned": False, "far_from": 12}
+    if change == "padding":
+        options["padding"] = torch.zeros(1, S, dtype=torch.bool)
     for rows, causal, side, place in CALLS:
         if change == "two regimes" and not causal:
             continue
-        mask = {"padding": torch.zeros(1, S, dtype=torch.bool)} if change == "padding" else {}
         kind = change.replace("padding", "plain")
-        options = {"batch": 1, "dtype": dtype, "learned": False, "causal": causal, **mask}
-        inputs = make_inputs(rows, S, kind, far_from=12, **options)  # type: ignore[arg-type]
+        inputs = make_inputs(rows, S, kind, causal=causal, **options)
         expected = _spoilt(inputs, side, place, value)
         for kernel in KERNELS:
             # flex_attention is traced again for each number of rows.
             if kernel.why_not(inputs) is not None or (kernel.name == "flex" and rows < S):
                 continue
-            out = attend(inputs, kernel.name)
             where = f"{kernel.name}, {rows} rows, causal {causal}, {side}{place}"
-            assert out[:, :, expected].isnan().all(), where
-            if dtype == torch.float32:
-                assert out[:, :, ~expected].isfinite().all(), where
+            _assert_spoilt(attend(inputs, kernel.name), expected.expand(inputs.q.shape[:3]), where)
+
+
+def _assert_spoilt(out: Tensor, expected: Tensor, where: str) -> None:
+    """NaN in the expected rows (B, H, T), and in float32 in no other."""
+    assert out[expected].isnan().all(), where
+    if out.dtype == torch.float32:
+        assert out[~expected].isfinite().all(), where
 
 
 @pytest.mark.parametrize(
@@ -125,14 +131,10 @@ def test_residual_scores_keep_it_from_earlier_rows(
     for spoilt in range(3):
         layers = make_layers(case, dtype=dtype)
         layers[spoilt].k[:, :, place, 0] = value
-        q = layers[0].q
-        hidden = layers[0].mask.hidden(slice(0, q.shape[2]), slice(0, layers[0].k.shape[2]))
+        hidden = layers[0].mask.hidden(slice(0, R), slice(0, layers[0].k.shape[2]))
         assert hidden is not None
-        reads = ~hidden[..., place].expand(q.shape[:3])
+        reads = ~hidden[..., place].expand(layers[0].q.shape[:3])
         for way in WAYS:
             for number, out in enumerate(run_layers(layers, way)):
                 expected = reads if number >= spoilt else torch.zeros_like(reads)
-                where = f"{way}, spoilt in {spoilt}, layer {number}"
-                assert out[expected].isnan().all(), where
-                if dtype == torch.float32:
-                    assert out[~expected].isfinite().all(), where
+                _assert_spoilt(out, expected, f"{way}, spoilt in {spoilt}, layer {number}")

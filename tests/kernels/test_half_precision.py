@@ -1,4 +1,4 @@
-"""Half precision: no kernel rounds a score to it; and autocast changes no score."""
+"""Half precision: no kernel rounds a score to it; autocast; subnormal weights count as 0."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from normattn import InputError, attention
 from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.dispatch import KERNELS
-from normattn.kernels.numerics import finite
+from normattn.kernels.numerics import finite, flushes, flushing
 from normattn.kernels.reference import reference
 
 from .problems import CHANGES, in_float64, leaves_of, make_inputs, outputs_and_gradients
@@ -25,27 +26,23 @@ def _inputs(change: str, dtype: torch.dtype, largest: float = 40.0) -> Attention
     seen: dict[str, Any] = {"window": 20} if change == "window" else {}
     inputs = make_inputs(S, S, change.replace("window", "plain"), far_from=12, **shape, **seen)
     factor = (largest / (inputs.q @ inputs.k.mT).abs().max()).sqrt()
-    grown = {
-        name: (x.detach() * factor if name in ("q", "k", "far_q", "far_k") else x.detach())
-        for name in ("q", "k", "v", "far_q", "far_k")
-        if (x := getattr(inputs, name)) is not None
-    }
-    grown = {name: x.to(dtype).requires_grad_() for name, x in grown.items()}
-    learned = {
-        name: getattr(inputs, name).detach().to(torch.float32)
-        for name in ("bias", "sink")
-        if getattr(inputs, name) is not None
-    }
-    cap = None if inputs.cap is None else 2.5 * largest
-    return replace(inputs, **grown, **learned, cap=cap)
+    changed = {}
+    for name in ("q", "k", "v", "far_q", "far_k", "bias", "sink"):
+        if (x := getattr(inputs, name)) is None:
+            continue
+        if name in ("bias", "sink"):
+            changed[name] = x.detach().float()
+        else:
+            grown = x.detach() * (1 if name == "v" else factor)
+            changed[name] = grown.to(dtype).requires_grad_()
+    return replace(inputs, **changed, cap=None if inputs.cap is None else 2.5 * largest)
 
 
 def _errors(inputs: AttentionInputs, backend: str) -> tuple[float, float]:
     """The largest errors of the output and of the gradients, against float64."""
     exact = in_float64(inputs)
-    fixed = {name: getattr(exact, name) for name in ("bias", "sink")}
-    fixed = {name: x.detach() for name, x in fixed.items() if x is not None}
-    expected = outputs_and_gradients(reference, replace(exact, **fixed))
+    bias, sink = (None if x is None else x.detach() for x in (exact.bias, exact.sink))
+    expected = outputs_and_gradients(reference, replace(exact, bias=bias, sink=sink))
     ours = outputs_and_gradients(lambda p: attend(p, backend), inputs)
     errors = [
         float((mine.detach().double() - other).abs().max() / other.abs().max())
@@ -74,23 +71,17 @@ def test_every_kernel_keeps_scores_in_float32(change: str, dtype: torch.dtype) -
 
 
 @changes
-def test_logits_in_the_thousands(change: str) -> None:
-    """A score of 8,600 would be rounded to a multiple of 8 in float16."""
-    inputs = replace(_inputs(change, torch.float16, 8600.0), cap=None)
-    for kernel in _serving(inputs):
-        out, grads = _errors(inputs, kernel)
+def test_logits_in_the_thousands_and_beyond_float16(change: str) -> None:
+    """A score of 8,600 would be rounded to a multiple of 8 in float16, whose largest is 65,504."""
+    large, beyond = (_inputs(change, torch.float16, most) for most in (8600.0, 500_000.0))
+    large, beyond = replace(large, cap=None), replace(beyond, cap=None)
+    for kernel in _serving(large):
+        out, grads = _errors(large, kernel)
         assert out < 1e-3, kernel
         assert grads < 4e-3, kernel
-
-
-@changes
-def test_logits_beyond_float16(change: str) -> None:
-    """Of more than 65,504, forward and backward."""
-    inputs = replace(_inputs(change, torch.float16, 500_000.0), cap=None)
-    for kernel in _serving(inputs):
-        assert _errors(inputs, kernel)[0] < 2e-2, kernel
-        grads = torch.autograd.grad(attend(inputs, kernel).sum(), leaves_of(inputs))
-        assert all(grad.isfinite().all() for grad in grads), kernel
+        assert _errors(beyond, kernel)[0] < 2e-2, kernel
+        found = torch.autograd.grad(attend(beyond, kernel).sum(), leaves_of(beyond))
+        assert all(grad.isfinite().all() for grad in found), kernel
 
 
 @pytest.mark.parametrize("kernel", ["fused", "chunked", "strips", "reference"])
@@ -112,3 +103,28 @@ def test_autocast_leaves_float32_tensors_alone(change: str) -> None:
             under = attend(inputs, kernel)
         assert under.dtype == torch.float32, kernel
         assert torch.equal(plain, under), kernel
+
+
+def test_subnormal_numbers_count_as_0_inside_alone() -> None:
+    assert flushing(flushes)()
+    assert not flushes()
+
+    @flushing
+    def failing() -> None:
+        raise InputError("no")
+
+    with pytest.raises(InputError, match="no"):
+        failing()
+    assert not flushes()
+
+
+def test_only_what_is_below_every_normal_number_is_lost() -> None:
+    """Steep biases: weights down to exp(-100), whose sums are those of the reference."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 700, 16, requires_grad=True) for _ in range(3))
+    made = []
+    for kernel in ("chunked", "reference"):
+        out = attention(q, k, v, "Baseline-ALiBi", backend=kernel)
+        made.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        assert not flushes()
+    torch.testing.assert_close(*made, rtol=1e-4, atol=2e-4)

@@ -17,17 +17,10 @@ from normattn.kernels import AttentionInputs, attend, reasons, tiled
 from normattn.kernels.residual_scores import ResidualScores
 from thorough import half_of
 
-from .problems import (
-    RESIDUAL,
-    WAYS,
-    assert_all_close,
-    in_float64,
-    leaves_of,
-    logits_of,
-    make_layers,
-    run_layers,
-)
+from . import problems
+from .problems import WAYS, assert_all_close, leaves_of, make_layers, run_layers
 
+LEARNED = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
 every_way = pytest.mark.parametrize("way", WAYS)
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -39,7 +32,7 @@ def by_hand(layers: list[AttentionInputs], mean: bool = False) -> list[Tensor]:
         repeat = p.q.shape[1] // p.k.shape[1]
         k, v = (x.repeat_interleave(repeat, 1) for x in (p.k, p.v))
         total = total + torch.einsum("bhtd,bhsd->bhts", p.q, k)
-        exps = torch.exp(logits_of(p, total / number if mean else total))
+        exps = torch.exp(problems.logits_of(p, total / number if mean else total))
         most = exps.sum(-1, keepdim=True)
         outs.append(exps[..., : v.shape[2]] / torch.where(most == 0, 1.0, most) @ v)
     return outs
@@ -62,7 +55,7 @@ def gradients(loss: Tensor, layers: list[AttentionInputs], **more: Any) -> list[
 
 
 @every_way
-@pytest.mark.parametrize(("case", "mean"), half_of([*RESIDUAL], [False, True]))
+@pytest.mark.parametrize(("case", "mean"), half_of([*problems.RESIDUAL], [False, True]))
 def test_outputs_and_gradients_of_four_layers(case: str, mean: bool, way: str) -> None:
     layers = make_layers(case, 4)
     ours, expected = run_layers(layers, way, mean), by_hand(layers, mean)
@@ -97,26 +90,10 @@ def test_dropout_is_the_same_in_the_backward(way: str) -> None:
 def test_gradients_in_float32_are_within_1e_5_of_float64(causal: bool) -> None:
     shape: dict[str, Any] = {"rows": 300, "keys": 300, "batch": 1, "heads": 2, "groups": 2}
     single = make_layers(count=6, size=16, dtype=torch.float32, causal=causal, **shape)
-    exact = [in_float64(layer) for layer in single]
+    exact = [problems.in_float64(layer) for layer in single]
     found = gradients(weighted(run_layers(single, "residual")), single)
     for one, two in zip(found, gradients(weighted(by_hand(exact)), exact), strict=True):
         assert (one - two).norm() <= 1e-5 * two.norm()
-
-
-@every_way
-def test_two_forwards_before_a_backward_and_one_checkpoint_around_all(way: str) -> None:
-    layers = make_layers()
-    inputs = inputs_of(layers)
-
-    def stack(*tensors: Tensor) -> Tensor:
-        again = iter(tensors)
-        fresh = [replace(p, q=next(again), k=next(again), v=next(again)) for p in layers]
-        return weighted(run_layers(fresh, way))
-
-    expected = gradients(weighted(by_hand(layers)), layers)
-    losses = stack(*inputs), stack(*inputs), checkpoint(stack, *inputs, use_reentrant=False)
-    for loss in losses:
-        assert_all_close(gradients(loss, layers), expected, 1e-10)
 
 
 @every_way
@@ -141,6 +118,7 @@ def test_a_gradient_through_the_sum_alone(way: str) -> None:
     losses = (weighted(outs[2:]) for outs in (run_layers(layers, way), by_hand(layers)))
     ours, expected = (list(torch.autograd.grad(loss, wanted)) for loss in losses)
     assert_all_close(ours, expected, 1e-10)
+    # Layers of which one is frozen.
     frozen = replace(layers[0], **{n: getattr(layers[0], n).detach() for n in "qkv"})
     layers = [frozen, *layers[1:]]
     losses = (weighted(outs) for outs in (run_layers(layers, way), by_hand(layers)))
@@ -194,35 +172,30 @@ def _above(second: AttentionInputs, way: str, below: str = "residual") -> Tensor
 
 
 @pytest.mark.parametrize(
-    ("case", "more", "said"),
+    ("case", "more", "way", "below", "said"),
     [
-        ("causal", {"rows": 9, "keys": 9}, r"must have the same shape.*\b21\b.*\b9\b"),
-        ("causal", {"window": 3}, "must see the same pairs"),
-        ("bidirectional", {}, "must see the same pairs"),
-        ("irregular", {}, "must see the same pairs"),
+        ("causal", {"rows": 9, "keys": 9}, "residual", "residual", r"same shape.*\b21\b.*\b9\b"),
+        ("causal", {"window": 3}, "residual", "residual", "must see the same pairs"),
+        ("bidirectional", {}, "residual", "residual", "must see the same pairs"),
+        ("irregular", {}, "residual", "residual", "must see the same pairs"),
+        ("causal", {}, "concatenated", "residual", "summed by the residual kernel"),
+        ("causal", {}, "residual", "concatenated", "summed by the concatenated kernel"),
+        ("causal", {}, "reference", "residual", "summed by the residual kernel"),
+        ("causal", {"attn_mask": LEARNED}, "auto", "residual", "summed by the residual kernel"),
     ],
 )
-def test_layers_have_one_shape_and_see_the_same_pairs(
-    case: str, more: dict[str, Any], said: str
+def test_layers_have_one_shape_one_kernel_and_see_the_same_pairs(
+    case: str, more: dict[str, Any], way: str, below: str, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        _above(make_layers(case, **more)[1], "residual")
+        _above(make_layers(case, **more)[1], way, below)
 
 
-def test_one_kernel_serves_all_layers() -> None:
+def test_other_ways_may_be_mixed_and_no_other_kernel_serves() -> None:
     second = make_layers()[1]
-    for way, other in (("residual", "concatenated"), ("concatenated", "residual")):
-        with pytest.raises(InputError, match=f"summed by the {way} kernel"):
-            _above(second, other, way)
-    with pytest.raises(InputError, match="summed by the residual kernel"):
-        _above(second, "reference")
     torch.testing.assert_close(
         _above(second, "reference", "concatenated"), _above(second, "concatenated", "reference")
     )
-    learned = torch.zeros(21, 21, dtype=torch.float64, requires_grad=True)
-    masked = replace(second, mask=replace(second.mask, attn_mask=learned))
-    with pytest.raises(InputError, match="summed by the residual kernel"):
-        _above(masked, "auto")
     with pytest.raises(InputError, match=r"cannot serve this: .*residual scores"):
         attend(replace(second, residual_scores=ResidualScores()), "chunked")
     with pytest.raises(InputError, match="without residual scores"):

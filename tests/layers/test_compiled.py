@@ -1,13 +1,20 @@
 """`torch.compile` and `torch.export` see one graph, with the same results for texts of any length.
 
-In processes of their own: the run-time type checks of the tests cannot be traced.
+In processes of their own: the run-time type checks of the tests cannot be traced. What is made
+while tensors hold no numbers stays with the trace; real calls get real tables.
 """
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from layers.written_out import of_program
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from layers.written_out import of_program, read_on
+from normattn import Score, attention
 
 PROGRAM = """
 import json, sys, warnings, torch
@@ -162,3 +169,58 @@ def test_a_compiled_step_serves_any_number_of_tokens() -> None:
         assert isinstance(said, list), (name, said)
         assert said[0] < 2e-5, (name, said)
         assert said[1] <= 2, (name, said)
+
+
+# No other test has tables of these sizes, which the first call of each leaves behind.
+HEADS, SIZE = 3, 22
+TRACED = (
+    *("KNA-logn@8", "Baseline-ALiBi", "QKRMSNorm-ReRoPE(window=3)@8", "Baseline-XPos"),
+    *("CosA-logn-YaRN(factor=2)@64", "Baseline-SlidingWindow(window=3)", "Baseline-T5Bias"),
+)
+
+
+def _tensors(tokens: int) -> list[Tensor]:
+    return list(torch.randn(3, 2, HEADS, tokens, SIZE))
+
+
+def _fake(score: Score, tokens: int) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = _tensors(tokens)
+        assert attention(q, k, v, score).shape == v.shape
+        with torch.no_grad():
+            read_on(score, (q, k, v), range(4))
+
+
+def _real_beside_fake(score: Score, tokens: int) -> None:
+    q, k, v = _tensors(tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attention(q, k, v, score).shape == v.shape
+
+
+def _differentiated(score: Score, tokens: int) -> None:
+    q, k, v = _tensors(tokens)
+    torch.func.grad(lambda q: attention(q, k, v, score).sum())(q)
+
+
+@pytest.mark.parametrize(
+    ("name", "trace", "tokens"),
+    [
+        *((name, _fake, 19) for name in TRACED),
+        *((name, _real_beside_fake, 70) for name in TRACED[:3]),
+        *((name, _differentiated, 130) for name in TRACED[:3]),
+    ],
+)
+def test_real_tensors_meet_nothing_of_a_trace(name: str, trace: Any, tokens: int) -> None:
+    score = Score(name, HEADS, SIZE)
+    trace(score, tokens)
+    q, k, v = _tensors(tokens)
+    at = torch.arange(tokens)
+    # Given positions have tables of their own.
+    expected = attention(q, k, v, score, q_positions=at, k_positions=at)
+    out = attention(q, k, v, score)
+    with torch.no_grad():
+        steps = read_on(score, (q, k, v), range(4))
+    for found in (out, steps):
+        assert type(found) is Tensor
+        wanted = expected[:, :, : found.shape[2]]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

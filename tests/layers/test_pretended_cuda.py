@@ -6,6 +6,7 @@ No GPU is needed: tensors only pretend to be there (see `pretended_cuda.py`).
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,18 +87,12 @@ def test_a_score_stays_on_its_device(name: str) -> None:
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     there = moved(copy.deepcopy(score))
     for more in ({}, {"key_padding": padding}, {"attn_mask": mask}):
-
-        def read(score: Score, inputs: list[Tensor], given: dict[str, Any]) -> Tensor:
-            residual = (residual_layers(spec, 2) or [None])[0]
-            q, k, v = inputs
-            out: Tensor = attention(q, k, v, score, residual=residual, **given)
-            return out
-
-        expected = read(score, qkv, {**options, **more})
+        here, other = ((residual_layers(spec, 2) or [None])[0] for _ in range(2))
+        expected = partial(attention, *qkv, score)(residual=here, **options, **more)
         given = {key: _there(value) for key, value in {**options, **more}.items()}
         inputs = [_there(x) for x in qkv]
         with pretended_cuda():
-            out = read(there, inputs, given)
+            out = partial(attention, *inputs, there)(residual=other, **given)
         assert pretended(out)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     if spec.leaks_future or spec.documents or spec.residual:

@@ -1,13 +1,15 @@
-"""Recipes to try, tensors for them, and what a `Score` has learned in the oracle's words."""
+"""Recipes to try, tensors in any layout, and what a `Score` has learned in the oracle's words."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from normattn import Score, ScoreSpec
 
@@ -54,14 +56,8 @@ _WORDS = {"query_norm": "Q", "key_norm": "K", "weight": "gain", "bias": "bias"}
 def recipes(variant: str) -> Iterator[Recipe]:
     """Every score that can be made with `variant`, gains on and off in turn."""
     for turn, (logn, (position, method)) in enumerate(itertools.product(LOGN, PLACES)):
-        recipe = Recipe(
-            variant,
-            logn,
-            position,
-            method,
-            gain=turn % 2 == 0,
-            across=("all", "head", "each")[turn % 3],
-        )
+        gain, across = turn % 2 == 0, ("all", "head", "each")[turn % 3]
+        recipe = Recipe(variant, logn, position, method, gain=gain, across=across)
         if not (recipe.leaks and method == "ReRoPE"):
             yield recipe
 
@@ -173,15 +169,17 @@ def tensors(
     return [x.to(dtype).requires_grad_() for x in made]
 
 
+def drawn(score: Score, low: float = 0.5, high: float = 1.5) -> Score:
+    """The score in float64, what it learns drawn at random."""
+    torch.manual_seed(1)
+    for parameter in score.double().parameters():
+        torch.nn.init.uniform_(parameter, low, high)
+    return score
+
+
 def built(recipe: Recipe, heads: int, d: int, kv_heads: int | None = None) -> Score:
     """The float64 score of a recipe, what it learns drawn at random."""
-    score = Score(ScoreSpec.parse(recipe.text), heads, d, kv_heads).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in score.parameters():
-            noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise + 0.5)
-    return score
+    return drawn(Score(ScoreSpec.parse(recipe.text), heads, d, kv_heads))
 
 
 def learned(score: Score) -> dict[str, Tensor]:
@@ -190,3 +188,24 @@ def learned(score: Score) -> dict[str, Tensor]:
         ".".join(_WORDS.get(word, word) for word in name.split(".")): parameter
         for name, parameter in score.named_parameters()
     }
+
+
+# Views of a tensor's values (B, H, T, D), known to autograd; the expanded ones repeat some of them.
+IN_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "as heads cut from a projection": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "as a Conv1d gives it": lambda x: x.mT.contiguous().mT,
+    "every second feature": lambda x: torch.stack((x, x + 9), -1).flatten(-2)[..., ::2],
+    "every second row": lambda x: torch.stack((x, x + 9), 3).flatten(2, 3)[:, :, ::2],
+    "from the middle": lambda x: F.pad(x, (3, 2, 2, 1), value=9.0)[:, :, 2:-1, 3:-2],
+    "one head": lambda x: x[:, :1].expand_as(x),
+    "one row of the batch": lambda x: x[:1].expand_as(x),
+    "one token": lambda x: x[:, :, :1].expand_as(x),
+    "one feature": lambda x: x[..., :1].expand_as(x),
+}
+
+
+def laid(qkv: Sequence[Tensor], cell: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in layouts that the cell's name decides, none contiguous."""
+    number, every = zlib.crc32(cell.encode()), [*IN_MEMORY.values()]
+    q, k, v = qkv
+    return every[number % 7](q), every[number // 7 % 7](k), every[number // 49 % 9](v)

@@ -17,6 +17,7 @@ from . import recipe as scalars
 from .recipe import Recipe as Recipe
 
 Places = npt.NDArray[np.int64]
+Learned = Mapping[str, Tensor]
 
 
 def runs(documents: Places, padding: npt.NDArray[np.bool_] | None) -> Places:
@@ -46,13 +47,12 @@ def places(
     for b in range(batch):
         count = 0
         for j in range(keys):
-            if k_positions is not None:
-                key[b, j] = np.broadcast_to(k_positions, (batch, keys))[b, j]
-                continue
             if documents is not None and j > 0 and documents[b, j] != documents[b, j - 1]:
                 count = 0
-            count += 0 if padding is not None and padding[b, j] else 1
+            count += padding is None or not padding[b, j]
             key[b, j] = max(count - 1, 0)
+    if k_positions is not None:
+        key[:] = k_positions
     if q_positions is not None:
         query = np.broadcast_to(q_positions, (batch, queries)).astype(np.int64)
     elif queries <= keys:
@@ -89,9 +89,7 @@ def counts(
     return least
 
 
-def normalised(
-    recipe: Recipe, side: str, x: Tensor, learned: Mapping[str, Tensor], real: Tensor | None
-) -> Tensor:
+def normed(recipe: Recipe, side: str, x: Tensor, learned: Learned, real: Tensor | None) -> Tensor:
     """N(x), x (B, H, T, D)."""
     kind = recipe.kind(side)
     if not kind:
@@ -117,9 +115,7 @@ def normalised(
     return y
 
 
-def _rotated_pairs(
-    recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0
-) -> Tensor:
+def _rotated(recipe: Recipe, x: Tensor, at: Tensor, theta: Tensor, growing: float = 0.0) -> Tensor:
     """x (B, H, N, D) rotated at the positions (B, N) by frequencies (B, N, P), as complex numbers.
 
     `growing` is +1 where pairs grow with the position, -1 where they shrink.
@@ -133,15 +129,13 @@ def _rotated_pairs(
     decay = torch.tensor(scalars.decays(recipe, x.shape[-1]), dtype=torch.float64)
     phase = torch.exp((1j * theta + growing * decay) * at[..., None])[:, None]
     y = torch.complex(a, b) * phase
-    parts = (y.real, y.imag)
-    left = torch.cat(parts, -1) if recipe.position == "half" else torch.stack(parts, -1).flatten(-2)
-    return torch.cat((x[..., :first], left, x[..., end:]), -1)
+    turned = _side_by_side(recipe, y.real, y.imag)
+    return torch.cat((x[..., :first], turned, x[..., end:]), -1)
 
 
 def _side_by_side(recipe: Recipe, a: Tensor, b: Tensor) -> Tensor:
-    return (
-        torch.cat((a, b), -1) if recipe.position == "half" else torch.stack((a, b), -1).flatten(-2)
-    )
+    half = recipe.position == "half"
+    return torch.cat((a, b), -1) if half else torch.stack((a, b), -1).flatten(-2)
 
 
 def _products(
@@ -149,7 +143,7 @@ def _products(
     q: Tensor,
     k: Tensor,
     where: tuple[Places, Places],
-    learned: Mapping[str, Tensor],
+    learned: Learned,
     real: Tensor | None,
     own: Tensor | None,
 ) -> Tensor:
@@ -161,7 +155,7 @@ def _products(
     keys, groups = k.shape[2], heads // k.shape[1]
 
     def norm(side: str, x: Tensor) -> Tensor:
-        return normalised(recipe, side, x, learned, own if side == "Q" else real)
+        return normed(recipe, side, x, learned, own if side == "Q" else real)
 
     if not recipe.rotate_first:
         q, k = norm("Q", q), norm("K", k)
@@ -180,8 +174,8 @@ def _products(
     )
     if recipe.leaks and recipe.rotate_first:
         # Statistics over tokens: each stands at one position only.
-        q = norm("Q", _rotated_pairs(recipe, q, torch.from_numpy(where[0]), theta))
-        k = norm("K", _rotated_pairs(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
+        q = norm("Q", _rotated(recipe, q, torch.from_numpy(where[0]), theta))
+        k = norm("K", _rotated(recipe, k, torch.from_numpy(where[1]), theta[:, :1]))
         return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(groups, 1))
     at = torch.tensor(
         [
@@ -193,31 +187,30 @@ def _products(
     wide = theta[:, :, None].expand(-1, -1, keys, -1).flatten(1, 2)
     left = q[:, :, :, None].expand(-1, -1, -1, keys, -1).flatten(2, 3)
     right = k[:, :, None].expand(-1, -1, queries, -1, -1).flatten(2, 3)
-    left = _rotated_pairs(recipe, left, at[..., 0].flatten(1), wide, 1.0)
-    right = _rotated_pairs(recipe, right, at[..., 1].flatten(1), wide, -1.0)
+    left = _rotated(recipe, left, at[..., 0].flatten(1), wide, 1.0)
+    right = _rotated(recipe, right, at[..., 1].flatten(1), wide, -1.0)
     if recipe.rotate_first:
         left, right = norm("Q", left), norm("K", right)
     product = (left * right.repeat_interleave(groups, 1)).sum(-1)
     return product.reshape(batch, heads, queries, keys)
 
 
-def _penalty(recipe: Recipe, distance: Tensor, heads: int, learned: Mapping[str, Tensor]) -> Tensor:
+def _penalty(recipe: Recipe, distance: Tensor, heads: int, learned: Learned) -> Tensor:
     """b(h, r), without its sign, (B, H, T, S)."""
     r = distance[:, None].double()
     if recipe.bias == "ALiBi":
         slopes = torch.tensor([scalars.alibi(h, heads) for h in range(heads)], dtype=torch.float64)
         return slopes[:, None, None] * r
-    p, a = (learned[f"bias.{name}"][:, None, None] for name in "pa")
+    p, a = learned["bias.p"][:, None, None], learned["bias.a"][:, None, None]
     if recipe.bias == "KERPLELog":
         return p * (1 + a * r).log()
     return p * torch.where(r > 0, (a * r.clamp(min=1).log()).exp(), 0.0)
 
 
-def _fire(recipe: Recipe, relative: Tensor, at: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+def _fire(recipe: Recipe, relative: Tensor, at: Tensor, learned: Learned) -> Tensor:
     """f(ln(1 + c·r)/ln(1 + c·max(μ·T, i))), (B, H, T, S), T a quarter of the training length."""
-    c, mu, w_in, b_in, w_out, b_out = (
-        learned[f"bias.{name}"] for name in ("c", "mu", "w_in", "b_in", "w_out", "b_out")
-    )
+    names = ("c", "mu", "w_in", "b_in", "w_out", "b_out")
+    c, mu, w_in, b_in, w_out, b_out = (learned[f"bias.{name}"] for name in names)
     threshold = mu * max(1, recipe.train_length // 4)
     whole = torch.where(at > threshold, at.double(), threshold)
     share = (1 + c * relative.clamp(min=0)).log() / ((1 + c * whole).log() + 1e-6)[:, :, None]
@@ -237,9 +230,7 @@ def _counted(score: Tensor, visible: Tensor, at: Tensor, query: Tensor, e: Tenso
     return torch.einsum("bhtd,bhtsd->bhts", query, vector)
 
 
-def _weights(
-    recipe: Recipe, score: Tensor, visible: Tensor, relative: Tensor, at: Tensor
-) -> Tensor:
+def _weight(recipe: Recipe, score: Tensor, visible: Tensor, relative: Tensor, at: Tensor) -> Tensor:
     """The weights of rows where they are not softmax's; `at` are the positions of the keys."""
     if recipe.normaliser.startswith("Sigmoid"):
         tokens = 5 if "tokens=5" in recipe.normaliser else recipe.train_length
@@ -295,7 +286,7 @@ def attend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     documents: Tensor | None = None,
-    learned: Mapping[str, Tensor] | None = None,
+    learned: Learned | None = None,
     drop: Tensor | None = None,
     below: list[Tensor] | None = None,
     layers: int = 1,
@@ -354,19 +345,18 @@ def attend(
         score = score + mask
     key_at = torch.from_numpy(where[1])[:, None, None]
     if recipe.bias.startswith("CoPE"):
-        query = factor * normalised(recipe, "Q", q, learned, own)
+        query = factor * normed(recipe, "Q", q, learned, own)
         score = score + _counted(score, visible, key_at, query, learned["bias.e"])
     if recipe.normaliser == "Selective":
         score = score - _taken(score[:, 0], visible[:, 0], relative, where[1], padding)[:, None]
-    elif recipe.normaliser:
-        weight = _weights(recipe, score, visible, relative[:, None], key_at)
-        v = v.repeat_interleave(heads // v.shape[1], 1)
-        return (weight if drop is None else weight * drop) @ v
-    top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)
-    weight = torch.where(visible, (score - top).exp(), 0.0)
-    total = weight.sum(-1, keepdim=True)
-    if "sink" in learned:
-        total = total + (learned["sink"][:, None, None] - top).exp()
-    weight = weight / torch.where(total > 0, total, 1.0)
+    if recipe.normaliser in ("", "Selective"):
+        top = score.detach().amax(-1, keepdim=True).clamp(min=-1e300)
+        weight = torch.where(visible, (score - top).exp(), 0.0)
+        total = weight.sum(-1, keepdim=True)
+        if "sink" in learned:
+            total = total + (learned["sink"][:, None, None] - top).exp()
+        weight = weight / torch.where(total > 0, total, 1.0)
+    else:
+        weight = _weight(recipe, score, visible, relative[:, None], key_at)
     v = v.repeat_interleave(heads // v.shape[1], 1)
     return (weight if drop is None else weight * drop) @ v

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 FEATURE = {"LayerNorm": "layer", "RMSNorm": "rms", "BatchNorm": "batch", "InstanceNorm": "instance"}
 L2_SIDES = {"QNA": "Q", "KNA": "K", "CosA": "QK", "QKNorm2020": "QK"}
 _TEMPERATURES = {"Temperature": (0.1, 0, 0), "Temperature(beta=0.7,length=2,shift=1)": (0.7, 2, 1)}
+# What is written in the brackets of a part; of a method else its factor.
+_SHAPES = {
+    "RoPE": ",direction={direction}",
+    "XPos": ",gamma={gamma},scale={decay}",
+    "PoPE": "",
+    "PartialRoPE": ",fraction={fraction},side={side}",
+    "PRoPE": ",fraction={fraction}",
+    "HoPE": ",length={train_length}",
+}
+_METHODS = {
+    "ABF": "base=500000.0",
+    "ClippedRoPE": "",
+    "DroPE": "",
+    "ReRoPE": "window={window}",
+    "NTKMixed": "factor={factor},b={b}",
+    "Llama3": "factor={factor},low={low},high={high}",
+    "LeakyReRoPE": "window={window},s={leak}",
+    "SelfExtend": "window={window},group={group}",
+    "StreamingLLM": "window={window},sinks={sinks}",
+    "DualChunk": "size={window},local={group},beyond={beyond}",
+}
 REGIMES = ("ReRoPE", "LeakyReRoPE", "SelfExtend", "StreamingLLM", "DualChunk")
 
 
@@ -59,13 +79,25 @@ class Recipe:
     @property
     def text(self) -> str:
         """How a user would write it."""
-        words = [self.variant + _brackets(self._variant_fields), self.logn]
+        fields, method = "", _METHODS.get(self.method, "factor={factor}")
+        if {self.kind("Q"), self.kind("K")} & {"layer", "rms"}:
+            fields = "gain={gain},across={across},eps={eps}"
+        elif self.leaks:
+            fields = "gain={gain},eps={eps}"
+        elif self.variant == "CosA":
+            fields = "c={c}"
+        if self.method == "LongRoPE" and self.factors:
+            method += ",factors=" + ":".join(map(str, self.factors))
+        if self.clip is not None:
+            method = "clip={clip}"
+        position = "base={base},layout={position}" + _SHAPES[self.shape]
+        words = [self._part(self.variant, fields), self.logn]
         words += ["RotateFirst" if self.rotate_first else ""]
         if self.position != "none":
-            words += [self.shape + _brackets(self._position_fields)]
+            words += [self._part(self.shape, position)]
         else:
             words += ["" if self.bias else "NoPE"]
-        words += [self.method + _brackets(self._method_fields) if self.method else ""]
+        words += [self._part(self.method, method) if self.method else ""]
         words += [self.bias, "" if self.cap is None else f"SoftCap(cap={self.cap})"]
         words += ["Sink" if self.sink else "", self.normaliser]
         words += ["" if self.near is None else f"SlidingWindow(window={self.near})"]
@@ -73,43 +105,9 @@ class Recipe:
         words += ["Packed" if self.packed else ""]
         return "-".join(filter(None, words)) + f"@{self.train_length}"
 
-    @property
-    def _variant_fields(self) -> dict[str, object]:
-        if self.kind("Q") in ("layer", "rms") or self.kind("K") in ("layer", "rms"):
-            return {"gain": str(self.gain).lower(), "across": self.across, "eps": self.eps}
-        if self.leaks:
-            return {"gain": str(self.gain).lower(), "eps": self.eps}
-        return {"c": self.c} if self.variant == "CosA" else {}
-
-    @property
-    def _position_fields(self) -> dict[str, object]:
-        own: dict[str, dict[str, object]] = {
-            "RoPE": {"direction": self.direction},
-            "XPos": {"gamma": self.gamma, "scale": self.decay},
-            "PartialRoPE": {"fraction": self.fraction, "side": self.side},
-            "PRoPE": {"fraction": self.fraction},
-            "PoPE": {},
-            "HoPE": {"length": self.train_length},
-        }
-        return {"base": self.base, "layout": self.position, **own[self.shape]}
-
-    @property
-    def _method_fields(self) -> dict[str, object]:
-        fields: dict[str, dict[str, object]] = {
-            "ABF": {"base": 500000.0},
-            "NTKMixed": {"factor": self.factor, "b": self.b},
-            "Llama3": {"factor": self.factor, "low": self.low, "high": self.high},
-            "ReRoPE": {"window": self.window},
-            "LeakyReRoPE": {"window": self.window, "s": self.leak},
-            "SelfExtend": {"window": self.window, "group": self.group},
-            "StreamingLLM": {"window": self.window, "sinks": self.sinks},
-            "DualChunk": {"size": self.window, "local": self.group, "beyond": self.beyond},
-        }
-        if self.method == "LongRoPE" and self.factors:
-            return {"factor": self.factor, "factors": ":".join(map(str, self.factors))}
-        if self.method in ("ClippedRoPE", "DroPE"):
-            return {} if self.clip is None else {"clip": self.clip}
-        return fields.get(self.method, {"factor": self.factor})
+    def _part(self, name: str, fields: str) -> str:
+        inside = fields.format(**{**vars(self), "gain": str(self.gain).lower()})
+        return f"{name}({inside})" if inside else name
 
     def kind(self, side: str) -> str:
         """Which normalisation the side ("Q" or "K") gets; empty for none."""
@@ -144,11 +142,6 @@ class Recipe:
         return not (more or self.method in REGIMES or self.packed)
 
 
-def _brackets(fields: Mapping[str, object]) -> str:
-    inside = ",".join(f"{key}={value}" for key, value in fields.items())
-    return f"({inside})" if inside else ""
-
-
 def rotary_dim(recipe: Recipe, d: int) -> int:
     """How many of the features rotate."""
     if recipe.position == "none":
@@ -166,21 +159,16 @@ def start(recipe: Recipe, d: int) -> int:
 @functools.cache
 def frequencies(recipe: Recipe, d: int, block: int = 0) -> list[float]:
     """θ'_m, m = 0 … d/2 − 1, for d features that rotate and rows of the given block."""
+    whole, pairs = _stretched(recipe, d, block), range(d // 2)
     if recipe.shape == "PRoPE":
-        whole = _stretched(replace(recipe, shape="RoPE"), d, block)
-        return [
-            theta if m < math.floor(recipe.fraction * d / 2) else 0.0
-            for m, theta in enumerate(whole)
-        ]
-    if recipe.shape == "HoPE":
-        whole = _stretched(replace(recipe, shape="RoPE"), d, block)
-        turns = [recipe.train_length * recipe.base ** (-2 * m / d) for m in range(d // 2)]
-        return [
-            theta if m == 0 or turn >= 2 * math.pi else 0.0
-            for m, (theta, turn) in enumerate(zip(whole, turns, strict=True))
-        ]
+        turning = [m < math.floor(recipe.fraction * d / 2) for m in pairs]
+    elif recipe.shape == "HoPE":
+        turns = [recipe.train_length * recipe.base ** (-2 * m / d) for m in pairs]
+        turning = [m == 0 or turns[m] >= 2 * math.pi for m in pairs]
+    else:
+        turning = [True] * len(pairs)
     sign = -1 if recipe.direction == "backward" else 1
-    return [sign * theta for theta in _stretched(recipe, d, block)]
+    return [sign * theta if turns else 0.0 for theta, turns in zip(whole, turning, strict=True)]
 
 
 def _stretched(recipe: Recipe, d: int, block: int) -> list[float]:
@@ -258,10 +246,8 @@ def _yarn(recipe: Recipe, d: int, plain: list[float]) -> list[float]:
 @functools.cache
 def decays(recipe: Recipe, d: int) -> list[float]:
     """ln of what pair m is multiplied by per token of distance."""
-    if recipe.shape == "PoPE":
-        return [0.0] * (d // 2)
     if recipe.shape != "XPos":
-        return [0.0] * (rotary_dim(recipe, d) // 2)
+        return [0.0] * (d // 2 if recipe.shape == "PoPE" else rotary_dim(recipe, d) // 2)
     gamma = recipe.gamma
     zeta = [(2 * m / d + gamma) / (1 + gamma) for m in range(d // 2)]
     return [math.log(each) / recipe.decay for each in zeta]
