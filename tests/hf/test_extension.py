@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import normattn
 from normattn import InputError
@@ -123,6 +124,26 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
     assert told == record
 
 
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "Llava"])
+def test_the_class_that_was_saved_comes_back(kind: str, tmp_path: Path) -> None:
+    model, ids = build("Llama"), tokens()
+    if kind == "LlamaModel":
+        saved = model.model
+    elif kind == "Llava":
+        vision = transformers.CLIPVisionConfig(**tiny.shrunk(transformers.CLIPVisionConfig))
+        config = transformers.LlavaConfig(text_config=model.config, vision_config=vision)
+        model = saved = transformers.LlavaForConditionalGeneration(config).eval()
+    else:
+        model = saved = transformers.LlamaForSequenceClassification(model.config).eval()
+    with normattn.extend(model, "ReRoPE", window=3), torch.no_grad():
+        extended = saved(ids)[0]
+        saved.save_pretrained(tmp_path)
+    again = normattn.from_pretrained(str(tmp_path))
+    assert type(again) is type(saved)
+    with torch.no_grad():
+        assert torch.equal(again(ids)[0], extended)
+
+
 @pytest.mark.parametrize(
     ("family", "method", "words"),
     [
@@ -220,6 +241,10 @@ def test_extended_twice_copied_or_changed() -> None:
         for copied, part in itertools.product((copy.deepcopy, pickle.dumps), (model, model.model)):
             with pytest.raises(InputError, match="cannot be copied"):
                 copied(part)
+        with pytest.raises(InputError, match="cannot be copied"):
+            copy.deepcopy(model.model.layers[0])
+        for config in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
+            assert (type(config), config._attn_implementation) == (LlamaConfig, "sdpa")
         with pytest.raises(InputError, match="takes no output_attentions"):
             model(ids, output_attentions=True)
         with pytest.raises(InputError, match="position_ids do not number"):

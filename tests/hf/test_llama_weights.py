@@ -12,7 +12,7 @@ from torch import Tensor
 
 import normattn.hf
 from normattn import InputError
-from normattn.hf import from_llama, to_llama
+from normattn.hf import from_llama, to_llama, wrap
 from normattn.models import CausalLM, CausalLMConfig, load_model, save_model
 
 from . import tiny
@@ -159,3 +159,9 @@ def test_what_their_settings_cannot_say(more: dict[str, Any], reason: str) -> No
     config = CausalLMConfig(vocab_size=8, dim=8, layers=2, heads=2, train_length=8, **more)
     with pytest.raises(InputError, match=reason):
         to_llama(CausalLM(config))
+
+
+def test_a_wrapped_model_is_none_of_ours() -> None:
+    config = CausalLMConfig(vocab_size=8, dim=8, layers=1, heads=2, train_length=8)
+    with pytest.raises(InputError, match=r"\.model of a wrapped one.*NormattnForCausalLM"):
+        to_llama(wrap(CausalLM(config)))

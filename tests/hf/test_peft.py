@@ -63,6 +63,27 @@ def test_an_adapter_is_saved_with_its_method_and_comes_back(method: str, tmp_pat
         normattn.from_pretrained(str(tmp_path / "plain"))
 
 
+def test_every_adapter_that_is_saved_has_the_method(tmp_path: Path) -> None:
+    build("Llama").save_pretrained(tmp_path / "base")
+    model = _adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.set_adapter("second")
+    with normattn.extend(model, "ReRoPE", window=3):
+        extended = logits(model, tokens())
+        model.save_pretrained(tmp_path / "both")
+        model.save_pretrained(tmp_path / "one", selected_adapters=["second"])
+    for folder in ("both", "one"):
+        again = normattn.from_pretrained(str(tmp_path / folder / "second"))
+        torch.testing.assert_close(logits(again, tokens()), extended)
+    assert (tmp_path / "both" / "normattn.json").exists()
+    assert not (tmp_path / "one" / "normattn.json").exists()
+    file = tmp_path / "both" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "SEQ_CLS"}))
+    with pytest.raises(InputError, match=r"adapter for SEQ_CLS.*ReRoPE\(window=3\)"):
+        normattn.from_pretrained(str(tmp_path / "both"))
+
+
 def test_an_adapter_is_trained_under_a_method() -> None:
     model, ids = _adapted(build("Llama")).train(), tokens()
     with normattn.extend(model, "ReRoPE-logn+", window=3):

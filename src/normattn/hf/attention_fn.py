@@ -169,11 +169,18 @@ class ModelRoPE(RotaryPosition):
         return frequencies * (theta / rope_frequencies(2 * frequencies.numel(), self.base))
 
 
+def refuse_copy(_: object) -> Any:
+    """The `__reduce__` of what belongs to one extended model: raises `InputError`."""
+    raise InputError("an extended model cannot be copied or pickled: remove() the extension first")
+
+
 class ExtendedLayer:
     """The attention of one layer of an extended model: the score of the method.
 
     Queries and keys arrive rotated by the model, unless the method rotates inside attention.
     """
+
+    __reduce__ = refuse_copy
 
     def __init__(self, spec: ScoreSpec, layer: Layer, memory: ForwardMemory) -> None:
         q, k = layer.call.q, layer.call.k

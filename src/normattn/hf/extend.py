@@ -9,6 +9,7 @@ checked: a method that has no effect or breaks the model raises an error.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from normattn.hf.attention_fn import (
     ForwardMemory,
     attention_function,
     cache_hook,
+    refuse_copy,
 )
 from normattn.hf.masks import mask_function
 from normattn.hf.model_parts import explained, model_parts
@@ -120,10 +122,7 @@ class Extension:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def __reduce__(self) -> Any:
-        raise InputError(
-            "an extended model cannot be copied or pickled: remove() the extension first"
-        )
+    __reduce__ = refuse_copy
 
     def _switch_on(self, planned: Plan) -> None:
         parts, spec, full = planned.parts, planned.spec, planned.full_layers
@@ -227,7 +226,7 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
 
     transformers builds all modules of a model on one configuration object, which several models may
     share. Edits through the view change that object, except for the attention's name, which only a
-    recorder may set (`probe.recording`). Copies of the view have the name of that object.
+    recorder may set (`probe.recording`). Copies of the view are copies of that object.
     """
     config_class, attention = type(config), [name]
 
@@ -251,6 +250,9 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             text_config = super().get_text_config(*args, **kwargs)
             return views.get(id(text_config), text_config)
+
+        def __reduce_ex__(self, _: Any) -> Any:
+            return copy.copy, (config,)
 
     View.__name__, View.__qualname__ = config_class.__name__, config_class.__qualname__
     view = object.__new__(View)

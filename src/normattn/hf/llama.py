@@ -104,6 +104,9 @@ def to_llama(model: CausalLM) -> Any:
     except ImportError:
         needed = "a model of transformers needs that package: pip install normattn[hf]"
         raise InputError(needed) from None
+    if not isinstance(model, CausalLM):
+        name = type(model).__name__
+        raise InputError(f"this takes a CausalLM (the .model of a wrapped one), but it is a {name}")
     config = model.config
     family, llama_config = _to_llama_config(config)
     with on_meta():

@@ -56,7 +56,7 @@ def load(
 
 
 def from_pretrained(path: str | Path, **options: Any) -> Any:
-    """A causal language model of transformers, extended by the method that it was saved with.
+    """A model of transformers, extended by the method that it was saved with.
 
     `model.save_pretrained(path)` of an extended model writes the method into config.json (the field
     `normattn`). If transformers has the method (PI, YaRN, Llama3; NTK and ABF as another base), it
@@ -66,10 +66,11 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
 
     Args:
         path: a folder, or a name on the hub.
-        options: those of `AutoModelForCausalLM.from_pretrained`.
+        options: those of transformers' `from_pretrained`.
 
-    `normattn.hf.extension_of(model).remove()` gives the model as trained. Raises `InputError` where
-    the configuration names no extension, and as `normattn.hf.load` does.
+    The class is the one that was saved, e.g. a classifier. `extension_of(model).remove()` gives the
+    model as trained. Raises `InputError` where the configuration names no extension, and as
+    `normattn.hf.load` does.
     """
     path, options = _local_subfolder(path, options)
     record: dict[str, Any] | None
@@ -80,10 +81,16 @@ def from_pretrained(path: str | Path, **options: Any) -> Any:
         from peft import PeftModel
 
         folder = Path(path).expanduser()
-        base = str(read_object(folder / _ADAPTER_CONFIG).get("base_model_name_or_path"))
+        adapter = read_object(folder / _ADAPTER_CONFIG)
+        if (task := adapter.get("task_type")) not in (None, "CAUSAL_LM"):
+            raise InputError(
+                f"{path} holds an adapter for {task}, but only CAUSAL_LM is loaded: load it with "
+                f"PEFT and extend it by {record['method']}"
+            )
+        base = str(adapter.get("base_model_name_or_path"))
         model = PeftModel.from_pretrained(load_unmodified(base, **options)[0], str(folder)).eval()
     else:
-        model, record = load_unmodified(path, **options)
+        model, record = load_unmodified(path, as_saved=True, **options)
     if record is None:
         raise InputError(
             f"the configuration of {path} names no extension (no field {FIELD!r} with a method "
@@ -102,11 +109,12 @@ def _local_subfolder(path: str | Path, options: dict[str, Any]) -> tuple[str | P
 
 
 def load_unmodified(
-    path: str | Path, gguf: str | None = None, **options: Any
+    path: str | Path, gguf: str | None = None, as_saved: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any] | None]:
     """A model of transformers without its saved method, and the record of that method, if any.
 
     Fields of the configuration that would apply the method in plain `from_pretrained` are restored.
+    It is a causal language model, with `as_saved` one of the class that the configuration names.
     `options` are those of transformers' `from_pretrained`.
     """
     source, gguf = source_of(path, gguf)
@@ -123,12 +131,16 @@ def load_unmodified(
     elif hasattr(transformers, "GgufConfig"):
         # Packed weights need special kernels and attention, and cannot be saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto: Any = transformers.AutoModelForCausalLM
+    if as_saved and config.architectures:
+        named = getattr(transformers, str(config.architectures[0]), None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            auto = named
     if Path(source).is_dir():
-        _refuse_larger(Path(source), gguf, config)
+        _refuse_larger(Path(source), gguf, config, auto)
     elif options["local_files_only"]:
         # transformers would ask the hub for an adapter next to the weights.
         options.setdefault("adapter_kwargs", {"local_files_only": True})
-    auto: Any = transformers.AutoModelForCausalLM
     verbosity = transformers.logging.get_verbosity()
     # transformers' report would print escape sequences in a file's names; `_check_loaded` reports.
     transformers.logging.set_verbosity(logging.ERROR)
@@ -223,21 +235,20 @@ def _loading_options(source: str, gguf: str | None) -> dict[str, Any]:
     return options if gguf is None else {**options, "gguf_file": gguf}
 
 
-def _refuse_larger(folder: Path, gguf: str | None, config: Any) -> None:
+def _refuse_larger(folder: Path, gguf: str | None, config: Any, auto: Any) -> None:
     """Raise `InputError` for a local model with more weights than its files have bits.
 
     No memory is allocated and no weight is read. Pickled weights, which can run code, do not count.
     """
-    import transformers
-
     source = gguf or str(folder)
     files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
     bits = 8 * sum(file.stat().st_size for file in files)
     with explained(source), on_meta():
         needed = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if not isinstance(needed, int) or needed <= bits:
-            auto: Any = transformers.AutoModelForCausalLM
-            model = auto.from_config(copy.deepcopy(config), trust_remote_code=False)
+            described = copy.deepcopy(config)
+            build = getattr(auto, "from_config", None)
+            model = build(described, trust_remote_code=False) if build else auto(described)
             model.tie_weights()
             needed = sum(parameter.numel() for parameter in model.parameters())
     if needed > bits:

@@ -224,29 +224,43 @@ def save_with_method(
     PEFT would save its weights without the method.
     """
     model, adapted = parts.model, parts.adapted
-    config, save = model.__dict__["config"], model.save_pretrained
 
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        before = model.__dict__["config"]
-        model.__dict__["config"] = copy.deepcopy(config)
-        record_method(model.config, parts, layers, spec)
-        try:
-            return save(*args, **kwargs)
-        finally:
-            model.__dict__["config"] = before
+    def saving(model: Any, config: Any, save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            before = model.__dict__["config"]
+            model.__dict__["config"] = copy.deepcopy(config)
+            record_method(model.config, parts, layers, spec)
+            try:
+                return save(*args, **kwargs)
+            finally:
+                model.__dict__["config"] = before
+
+        return save_pretrained
 
     undo = ExitStack()
-    model.__dict__["save_pretrained"] = save_pretrained
-    undo.callback(model.__dict__.pop, "save_pretrained", None)
+    for each in dict.fromkeys((model, parts.decoder)):
+        save = saving(each, each.__dict__["config"], each.save_pretrained)
+        each.__dict__["save_pretrained"] = save
+        undo.callback(each.__dict__.pop, "save_pretrained", None)
     if adapted is None:
         undo.callback(model.register_state_dict_pre_hook(_refuse_adapter_alone(spec)).remove)
         return undo.close
     save_adapter = adapted.save_pretrained
 
-    def save_adapter_with_method(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        result = save_adapter(save_directory, *args, **kwargs)
+    def save_adapter_with_method(
+        save_directory: Any,
+        safe_serialization: bool = True,
+        selected_adapters: Sequence[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = save_adapter(
+            save_directory, safe_serialization, selected_adapters, *args, **kwargs
+        )
         record = {"method": spec.method_text, "train_length": spec.train_length}
-        write_json(Path(save_directory) / ADAPTER_FILE, record)
+        for name in selected_adapters or adapted.peft_config:  # PEFT's folders
+            folder = Path(save_directory, "" if name == "default" else name)
+            write_json(folder / ADAPTER_FILE, record)
         return result
 
     adapted.__dict__["save_pretrained"] = save_adapter_with_method
