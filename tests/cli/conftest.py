@@ -1,18 +1,15 @@
-"""A command-line run inside the test's own process, and one tiny trained run to use it on."""
+"""One tiny trained run."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from studies import conftest as studies
+from studies.conftest import Command as Command
+from studies.conftest import command as command
 from undrawn import undraw
 
 TINY = (
@@ -20,54 +17,6 @@ TINY = (
     .replace("checkpoint_seconds = 0.1\nthreads = 1", "checkpoint_seconds = 1000")
     .replace("max_windows = 8", "max_windows = 4")
 )
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command printed and how it ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def sentence(self) -> str:
-        """The one line on stderr of a command that was refused, without the program's name."""
-        assert len(self.err.strip().splitlines()) == 1, self.err
-        return self.last
-
-    @property
-    def last(self) -> str:
-        """The last line on stderr of a command that was refused, before which libraries speak."""
-        assert self.code == 2, self.err
-        assert "Traceback" not in self.err
-        last = self.err.strip().splitlines()[-1]
-        assert last.startswith("normattn: ")
-        return last.removeprefix("normattn: ")
-
-
-@dataclass(frozen=True)
-class Command:
-    """Run `normattn ARGUMENTS…` and return what it said."""
-
-    capfd: pytest.CaptureFixture[str]
-
-    def __call__(self, *arguments: object) -> Said:
-        self.capfd.readouterr()
-        code = studies.run(*arguments)
-        said = self.capfd.readouterr()
-        return Said(code, said.out, said.err)
-
-    def done(self, *arguments: object) -> Said:
-        """It must succeed."""
-        said = self(*arguments)
-        assert said.code == 0, said.err
-        return said
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Command:
-    return Command(capfd)
 
 
 @pytest.fixture(autouse=True)
@@ -101,12 +50,3 @@ def run(trained: Path, tmp_path: Path) -> Path:
     """A copy of the finished run as its training left it."""
     ignored = shutil.ignore_patterns("evaluations", "inspection", "report")
     return Path(shutil.copytree(trained, tmp_path / "runs" / "kna", ignore=ignored))
-
-
-@pytest.fixture(scope="session")
-def listed() -> dict[str, dict[str, Any]]:
-    """What `normattn list --json` says of each part."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert studies.run("list", "--json") == 0
-    return {part["name"]: part for part in json.loads(said.getvalue())}

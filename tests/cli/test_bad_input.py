@@ -1,14 +1,28 @@
-"""Every mistake a user can make: one clear sentence, exit code 2, nothing half-written."""
+"""Every mistake, and what the system refuses: one sentence, exit code 2, nothing half-written."""
 
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
+import shlex
+import subprocess
+import sys
+import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors import SafetensorError
 
-from cli.conftest import Command
+from normattn import __main__
+from normattn.cli.failures import exit_code_of
+from normattn.errors import InputError
+from normattn.io import default_cache_dir, expand_path
+from studies.conftest import Command
 
 
 def leftovers(folder: Path) -> list[str]:
@@ -19,8 +33,7 @@ def assert_refused(command: Command, folder: Path, expected: list[str], *argumen
     """Exit code 2 and a sentence that has these words; nothing in the folder changes."""
     before = leftovers(folder)
     said = command(*arguments)
-    for part in expected:
-        assert part in said.sentence
+    assert all(part in said.sentence for part in expected), said.sentence
     assert leftovers(folder) == before
 
 
@@ -61,6 +74,12 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
             ["training.data.corpus is given both as an option and by --set"],
         ),
         (["--seeds", "2", "--set", "seeds=3"], ["seeds is given both as an option and by --set"]),
+        (["--launcher", "slrum"], ["no launcher is called 'slrum': did you mean slurm"]),
+        (
+            ["--launcher=slurm", "--set=launcher.partitoin=a"],
+            ["partitoin", "did you mean partition"],
+        ),
+        (["--launcher", "ray", "--set", "launcher.gpus=-1"], ["the ray launcher: gpus"]),
     ],
     "evaluate": [
         (["--methods", "YARN2"], ["YARN2", "did you mean YaRN"]),
@@ -104,21 +123,15 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "expected"),
+    ("name", "options", "words"),
     [(name, *case) for name, cases in OPTIONS.items() for case in cases],
 )
 def test_options(
-    command: Command,
-    tiny: Path,
-    run: Path,
-    tmp_path: Path,
-    name: str,
-    options: list[str],
-    expected: list[str],
+    command: Command, tiny: Path, run: Path, tmp_path: Path, name: str, options: Any, words: Any
 ) -> None:
     training: list[object] = ["--preset", tiny, "--out", tmp_path / "out"]
     given = {"train": training, "reproduce": ["keynorm", *training]}.get(name, [run])
-    assert_refused(command, tmp_path, expected, name, *given, *options)
+    assert_refused(command, tmp_path, words, name, *given, *options)
 
 
 def test_corpora_that_cannot_be_used(command: Command, tiny: Path, tmp_path: Path) -> None:
@@ -128,11 +141,10 @@ def test_corpora_that_cannot_be_used(command: Command, tiny: Path, tmp_path: Pat
     for name, word in (("gone", "gone"), ("texts", "texts"), ("small.txt", "too small")):
         assert_refused(command, tmp_path, [word], *train, "--corpus", tmp_path / name)
     if os.geteuid():  # root reads everything
-        (tmp_path / "secret.txt").write_text("text " * 1000)
-        (tmp_path / "secret.txt").chmod(0)
-        assert_refused(
-            command, tmp_path, ["secret.txt"], *train, "--corpus", tmp_path / "secret.txt"
-        )
+        secret = tmp_path / "secret.txt"
+        secret.write_text("text " * 1000)
+        secret.chmod(0)
+        assert_refused(command, tmp_path, ["secret.txt"], *train, "--corpus", secret)
 
 
 @pytest.mark.parametrize(
@@ -158,28 +170,20 @@ def test_configurations(
 @pytest.mark.parametrize(
     ("model", "expected"), [("", "it is missing"), ("model = 3", "got 3"), ("model = []", "got []")]
 )
-def test_presets_without_a_model(
-    command: Command, tmp_path: Path, name: str, model: str, expected: str
-) -> None:
-    (tmp_path / "own.toml").write_text(f'summary = "own"\n[training]\nsteps = 3\n{model}\n')
-    study = ["keynorm"] if name == "reproduce" else []
+def test_no_model(command: Command, tmp_path: Path, name: str, model: str, expected: str) -> None:
     preset = tmp_path / "own.toml"
+    preset.write_text(f'summary = "own"\n[training]\nsteps = 3\n{model}\n')
     words = ["training: model must be a group of settings, as dim and layers", expected]
-    assert_refused(
-        command, tmp_path, words, name, *study, "--preset", preset, "--out", tmp_path / "run"
-    )
+    given = [*["keynorm"] * (name == "reproduce"), "--preset", preset, "--out", tmp_path / "run"]
+    assert_refused(command, tmp_path, words, name, *given)
 
 
 def test_places_that_are_taken(command: Command, tiny: Path, trained: Path, tmp_path: Path) -> None:
-    train = ("train", "--preset", tiny, "--out")
-    (tmp_path / "thesis.tex").write_text("dear")
+    train, thesis = ("train", "--preset", tiny, "--out"), tmp_path / "thesis.tex"
+    thesis.write_text("dear")
     assert_refused(command, tmp_path, ["thesis.tex"], *train, tmp_path)
-    assert_refused(
-        command, tmp_path, [str(tmp_path / "thesis.tex")], *train, tmp_path / "thesis.tex" / "x"
-    )
-    assert_refused(
-        command, tmp_path, ["gone.toml"], "train", tmp_path / "gone.toml", "--out", tmp_path
-    )
+    assert_refused(command, tmp_path, [str(thesis)], *train, thesis / "x")
+    assert_refused(command, tmp_path, ["gone.toml"], *train, tmp_path, tmp_path / "gone.toml")
     other = ["model.score", "QNA", "KNA", str(trained)]
     assert_refused(command, trained, other, *train, trained, "--score", "QNA")
 
@@ -190,19 +194,135 @@ def test_folders_without_runs(command: Command, tmp_path: Path) -> None:
     assert_refused(command, tmp_path, ["no directory"], "report", tmp_path / "gone")
 
 
-def full(handle: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+# What the operating system or a library refuses.
+def _chained(cause: BaseException) -> Exception:
+    error = RuntimeError("a library failed")
+    error.__cause__ = cause
+    return error
 
 
-def test_no_space_left_for_a_run(
-    command: Command, tiny: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.ENOSPC, "No space", "/d/f"), "no space left on the disk that holds /d/f; "),
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied"),
+        (OSError("<urlopen error timed out>"), "<urlopen error timed out>"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "no space left on the disk"),
+        (Exception("Input/output error (os error 5)"), "Input/output error"),
+        (_chained(OSError(errno.ENOSPC, "No space left")), "no space left on the disk"),
+        (MemoryError("Unable to allocate 7 TiB"), "out of memory (Unable to allocate 7 TiB); "),
+        (_chained(MemoryError()), "out of memory; take smaller batches"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory ("),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory (CUDA out of memory.)"),
+        (RuntimeError("can't start new thread"), "no thread can be started"),
+    ],
+)
+def test_refusals_of_the_system_are_sentences(
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokens are there since `trained`: the first file is the run's own."""
-    arguments = ("train", "--preset", tiny, "--score", "QNA", "--out", tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        said = command(*arguments)
-    assert "no space left on the disk" in said.sentence
-    # A lock stays where it is: another process may be waiting for it.
-    assert leftovers(tmp_path) == ["run/.lock"]
-    command.done(*arguments)
+    assert exit_code_of(error) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"normattn: {sentence}")
+    assert len(said.splitlines()) == 1
+
+
+def test_an_error_of_our_own_is_not_hidden() -> None:
+    assert exit_code_of(KeyError("ours")) is None
+    assert exit_code_of(RuntimeError("ours (os error)")) is None
+
+
+def test_a_user_without_a_home_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for name in ("HOME", "NORMATTN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for place in (default_cache_dir, partial(expand_path, "~/runs")):
+        with pytest.raises(InputError, match="home directory"):
+            place()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert default_cache_dir() == Path("/caches/normattn")
+
+
+# A mistake that is found before a library is imported.
+_MISTAKE = shlex.join([sys.executable, "-m", "normattn", "train", "--steps", "zero"])
+_VERSION = shlex.join([sys.executable, "-m", "normattn", "--version"])
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "lines", "word"),
+    [
+        ("cd $(mktemp -d) && rmdir $PWD && exec {}", 2, 1, "working directory"),
+        ("exec {} >&-", 2, 1, "output is closed"),
+        ("exec {} 2>&-", 2, 0, ""),
+        ("exec {} >&- 2>&-", 2, 0, ""),
+        ("exec {} <&-", 2, 1, "--steps"),
+        ("exec {} 2>/dev/full", 2, 0, ""),
+        (f"{_VERSION} >/dev/full", 2, 1, "no space left"),
+        (f"{_VERSION} | true; exit ${{{{PIPESTATUS[0]}}}}", 1, 0, ""),
+    ],
+)
+def test_a_lost_place_is_one_sentence(shell: str, code: int, lines: int, word: str) -> None:
+    # Python itself complains at its end of what is left in a buffer.
+    command = ["env", "-u", "PYTHONUNBUFFERED", "bash", "-c", shell.format(_MISTAKE)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    said = ended.stderr.strip().splitlines()
+    assert (ended.returncode, len(said)) == (code, lines), ended.stderr
+    assert all(line.startswith("normattn: ") and word in line for line in said)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_warnings_and_bars_of_libraries(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Carriage returns of tqdm in a log are many copies of one bar."""
+
+    class Stderr(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["normattn", "--version"])
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    monkeypatch.setenv("TQDM_DISABLE", "so that it is restored")
+    monkeypatch.delenv("TQDM_DISABLE")
+    with pytest.raises(SystemExit):
+        __main__._command()
+    assert ("TQDM_DISABLE" in os.environ) is not terminal
+    said = warnings.formatwarning("the cache is damaged", UserWarning, __file__, 1)
+    assert said == "warning: the cache is damaged\n"
+
+
+# What a command or a module imports, by name: time is another thing on each machine.
+SLOW = {"matplotlib", "sympy", "transformers", "torch._dynamo", "torch._inductor", "triton"}
+"""What takes a second or more to import, and what no listing, help or protocol needs."""
+PROGRAM = """
+import json, sys
+from normattn.cli.app import main
+
+def held():
+    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+
+for words in (["--help"], ["train", "--help"], ["list"]):
+    try: main(words)
+    except SystemExit as ended: assert ended.code == 0
+    if words[0] != "--help": held()
+import normattn.lab.evaluation.language_model, normattn.lab.training, normattn.lab.sweep.runner
+held()
+import normattn.cli.export, normattn.lab.report.output
+held()
+"""
+
+
+def test_a_command_waits_for_no_library_that_it_does_not_need() -> None:
+    """A fresh interpreter: after help, a listing, and with protocols, training and reports."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    held = [set(json.loads(line)) for line in done.stderr.splitlines()[-4:]]
+    help_, listing, protocols, reports = held
+    assert "normattn.cli.options" in help_
+    assert not help_ & {"torch", "numpy", *SLOW}
+    assert "normattn.score.parts" in listing
+    more = {"normattn.layers.explain", "normattn.models", "normattn.lab.training"}
+    assert not listing & {*more, *SLOW}
+    # What is trained and measured draws nothing and compiles nothing.
+    assert {"normattn.lab.evaluation.language_model", "normattn.lab.training.step"} <= protocols
+    assert not protocols & {*SLOW, "scipy"}
+    assert "normattn.lab.report.output" in reports
+    assert not reports & {"altair", "vl_convert"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 import normattn.hf  # noqa: F401 (makes our models known)
-from cli.conftest import Command
+from data.helpers import write_relations
 from normattn.cli.export import export_run
 from normattn.cli.options import Export
 from normattn.errors import InputError
@@ -27,15 +26,14 @@ from normattn.lab.data.tokeniser import SEPARATOR, Tokeniser
 from normattn.lab.training import train_model
 from normattn.lab.training.tasks.classification import ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
-from normattn.models import MaskedLM, MaskedLMConfig, load_model, save_model
-from normattn.models.pretrained import load_any
+from normattn.models import MaskedLM, load_model
+from normattn.models.pretrained import load_any, load_as
+from studies.conftest import Command
 
 TEXTS = ["word1 word2", f"  {SEPARATOR} it's\t\r\n ! é 😀 中文", ""]
 
 
-def test_evaluations_of_other_lengths_stay_out_of_the_card(
-    command: Command, run: Path, tmp_path: Path
-) -> None:
+def test_other_lengths_stay_out_of_the_card(command: Command, run: Path, tmp_path: Path) -> None:
     for multiples in ("1,2", "1,4"):
         command.done("evaluate", run, "--multiples", multiples, "--max-windows", 2)
     said = command.done("export", run, tmp_path / "out")
@@ -67,14 +65,11 @@ def test_model_tokeniser_and_card(command: Command, run: Path, tmp_path: Path) -
     assert str(tmp_path.parent) not in card
     linked = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", card)
     assert len(linked) >= 2
-    assert all((out / target).exists() for target in linked)
-    assert (out / "figures" / "training_loss.png").exists()
-    assert (out / "evaluation" / "table.md").exists()
+    there = (*linked, "figures/training_loss.png", "evaluation/table.md")
+    assert all((out / target).exists() for target in there)
 
 
-def test_generate_goes_on_as_the_command_does(
-    command: Command, trained: Path, tmp_path: Path
-) -> None:
+def test_it_generates_like_the_command(command: Command, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "kna"
     command.done("export", trained, out)
     assert "Not stated" in (out / "README.md").read_text("utf-8")
@@ -88,89 +83,57 @@ def test_generate_goes_on_as_the_command_does(
         assert tokeniser.decode(row, skip_special_tokens=True) + "\n" == said.out
 
 
-def _run(folder: Path, kind: str, config: object) -> Path:
-    folder.mkdir()
-    status = {"state": "finished", "step": 1, "steps": 1, "message": ""}
-    stored = {"config.json": {"format": 1, "kind": kind, "config": config}, "status.json": status}
-    for name, value in stored.items():
-        (folder / name).write_text(json.dumps(value))
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "accuracy": 0.25}\n')
-    return folder
+LOOP: dict[str, Any] = {"schedule": {"warmup_steps": 1}, "steps": 1, "batch_size": 2, "threads": 1}
+MODEL = {"dim": 16, "layers": 1, "heads": 2}
 
 
-def test_a_masked_model_has_its_mask(trained: Path, tmp_path: Path) -> None:
-    tokeniser = Tokeniser.load(trained / "tokeniser.json")
-    model = MaskedLMConfig(
-        vocab_size=tokeniser.vocab_size, dim=16, layers=1, heads=2, train_length=8
-    )
-    config = MaskedConfig.model_validate(
-        {
-            "model": model.model_dump(mode="json"),
-            "data": {"corpus": "books/", "vocab_size": tokeniser.vocab_size},
-        }
-    )
-    run = _run(tmp_path / "run", "masked-lm", config.model_dump(mode="json"))
-    save_model(MaskedLM(model), run / "model")
-    tokeniser.save(run / "tokeniser.json")
-    export_run(Export(run=run, out=tmp_path / "out"))
+def exported(config: Any, folder: Path) -> Path:
+    """The run of a short training; its export stands beside it."""
+    train_model(config, folder / "run", show_progress=False)
+    export_run(Export(run=folder / "run", out=folder / "out"))
+    return folder / "run"
+
+
+def test_a_masked_model_has_its_mask(corpus: Path, tmp_path: Path) -> None:
+    data = {"corpus": str(corpus), "vocab_size": 260}
+    model = {**MODEL, "train_length": 8}
+    run = exported(MaskedConfig.parse({**LOOP, "model": model, "data": data}), tmp_path)
+    tokeniser, ours = Tokeniser.load(run / "tokeniser.json"), load_as(MaskedLM, run / "model")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.mask_token_id == model.mask_id
+    assert theirs.mask_token_id == ours.config.mask_id
     ids = theirs("word1 <|mask|>", return_tensors="pt")
-    assert int(ids["input_ids"][0, -1]) == model.mask_id
+    assert int(ids["input_ids"][0, -1]) == ours.config.mask_id
     assert theirs("word1 word2 é")["input_ids"] == tokeniser.encode("word1 word2 é")
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
-    assert loaded(**ids).logits.shape[-1] == model.vocab_size
+    assert torch.equal(loaded(**ids).logits, ours.eval()(ids["input_ids"]))
 
 
 def test_a_classifier_reads_texts_as_in_training(tmp_path: Path) -> None:
-    documents = [
-        {"text": f"Lines open line {n}, for x in a.", "triple_list": [["a", f"r{n % 2}", "x"]]}
-        for n in range(4)
-    ]
-    for name in ("train", "dev", "test"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(documents))
-    small = {"dim": 16, "layers": 1, "heads": 2}
-    config = ClassificationConfig.model_validate(
-        {
-            "model": {**small, "labels": 2},
-            "data": {"corpus": str(tmp_path), "vocab_size": 400, "max_tokens": 8},
-            "schedule": {"warmup_steps": 1},
-            "steps": 1,
-            "batch_size": 2,
-            "threads": 1,
-        }
-    )
-    train_model(config, tmp_path / "run", show_progress=False)
-    export_run(Export(run=tmp_path / "run", out=tmp_path / "out"))
-    data = prepare_relations(config.data)
+    corpus = str(write_relations(tmp_path / "relations"))
+    data = {"corpus": corpus, "vocab_size": 400, "max_tokens": 8}
+    fields = {**LOOP, "model": {**MODEL, "labels": 3}, "data": data}
+    config = ClassificationConfig.parse(fields)
+    run = exported(config, tmp_path)
+    encode = prepare_relations(config.data).tokeniser.encode
     tokeniser: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = ["for line in Lines: open(line)", "[PAD] é 中文 \t x", "a " * 20]
     found = [tokeniser(text)["input_ids"] for text in texts]
-    assert found == data.tokeniser.encode(texts)
+    assert found == encode(texts)
     batch = tokeniser(texts, padding=True, truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape[1] == 8
-    ours = load_any(tmp_path / "run" / "model").eval()
+    ours = load_any(run / "model").eval()
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         found = theirs(**batch).logits
-        expected = [ours(torch.tensor([ids[:8]]))[0] for ids in data.tokeniser.encode(texts)]
+        expected = [ours(torch.tensor([ids[:8]]))[0] for ids in encode(texts)]
     torch.testing.assert_close(found, torch.stack(expected))
-    assert theirs.config.id2label == {0: "r0", 1: "r1"}
-    (tmp_path / "run" / "vocab.txt").unlink()
+    assert [*theirs.config.id2label.values()] == ["born", "lived", "unseen"]
+    (run / "vocab.txt").unlink()
     with pytest.raises(InputError, match=r"vocab\.txt"):
-        export_run(Export(run=tmp_path / "run", out=tmp_path / "again"))
+        export_run(Export(run=run, out=tmp_path / "again"))
 
 
-@pytest.mark.parametrize("kind", ["translation", "vision"])
-def test_kinds_that_cannot_be_exported(command: Command, tmp_path: Path, kind: str) -> None:
-    run = _run(tmp_path / "run", kind, {})
-    assert f"kind '{kind}'" in command("export", run, tmp_path / "out").sentence
-    assert not (tmp_path / "out").exists()
-
-
-def test_places_that_are_refused(
-    command: Command, trained: Path, run: Path, tmp_path: Path
-) -> None:
+def test_places_are_refused(command: Command, trained: Path, run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     assert "is not empty" in command("export", trained, tmp_path / "full").sentence

@@ -13,13 +13,13 @@ import torch
 
 import apart
 import normattn
-from cli.conftest import Command
 from hostile.foreign import write_model
 from normattn.cli import extend_reading
 from normattn.cli.extend_reading import passkey_set, prepare_texts
 from normattn.cli.extend_settings import expand_methods
 from normattn.cli.model_options import method_names
 from normattn.cli.parsing import names, token_counts
+from studies.conftest import Command
 from studies.conftest import run as run_command
 from undrawn import undraw
 
@@ -31,7 +31,6 @@ _DYING = """
 import os, signal
 from normattn.cli.app import main
 from normattn.cli.extend_reading import Evaluator
-
 read, reads = Evaluator.evaluate, []
 
 def dying(*arguments):
@@ -58,8 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "text.txt"
-    words = [f"word{(i * i) % 97}" for i in range(600)]
-    path.write_text(" ".join(words)[:3000])
+    path.write_text(" ".join(f"word{(i * i) % 97}" for i in range(600))[:3000])
     return path
 
 
@@ -75,41 +73,30 @@ def done(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def _save(folder: Path, **changed: Any) -> None:
-    sizes: dict[str, Any] = {
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    scale = {"initializer_range": 0.3, "max_position_embeddings": LENGTH}
-    write_model(folder, **{**sizes, **scale, **changed})
+    sizes: dict[str, Any] = {"intermediate_size": 32, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": LENGTH}
+    write_model(folder, **sizes, initializer_range=0.3, **changed)
 
 
 def _value(out: Path, asked: str, table: str, column: str) -> float:
     stored = json.loads((out / "table.json").read_text())["tables"]
-    found = [line[column] for line in stored[table] if line["row"] == asked]
-    assert len(found) == 1, (asked, table, column)
-    return float(found[0]["value"])
+    (found,) = (line[column] for line in stored[table] if line["row"] == asked)
+    return float(found["value"])
 
 
-def test_a_run_says_what_was_read(done: Path) -> None:
+def test_a_run_says_what_was_read(command: Command, done: Path, tmp_path: Path) -> None:
     config = json.loads((done / "config.json").read_text())["config"]
-    assert config["lengths"] == [192, 256]
+    assert (config["lengths"], config["segment"]) == ([192, 256], LENGTH // 8)
     assert (config["train_length"], config["factor"], config["window"]) == (LENGTH, 2.0, 32)
-    assert config["segment"] == LENGTH // 8
     assert json.loads((done / "status.json").read_text())["state"] == "finished"
     names = {path.name for path in (done / "figures").iterdir()}
     assert names == {"last_segment.png", "reading_by_position.png"}
     table = (done / "table.md").read_text()
-    assert "PI(factor=2)" in table
-    assert "There are no intervals" in table
-    assert "The last 16 tokens of every window are scored." in table
+    scored = "The last 16 tokens of every window are scored."
+    assert all(said in table for said in ("PI(factor=2)", "There are no intervals", scored))
     assert _value(done, "unmodified", "prefill", "keys_256") == 0
     assert _value(done, "PI", "prefill", "seconds_256") > 0
-
-
-def test_the_page_is_made_of_its_measurements_alone(
-    command: Command, done: Path, tmp_path: Path
-) -> None:
+    # The page is made of its measurements alone.
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("config.json", "measurements.parquet"):
@@ -120,9 +107,7 @@ def test_the_page_is_made_of_its_measurements_alone(
 
 
 @pytest.mark.parametrize("length", [128, 256])
-def test_losses_are_those_of_transformers_itself(
-    done: Path, model: Path, text: Path, length: int
-) -> None:
+def test_losses_are_those_of_transformers(done: Path, model: Path, text: Path, length: int) -> None:
     """Unmodified, and PI as transformers' own linear scaling."""
     tokeniser = transformers.AutoTokenizer.from_pretrained(model)
     texts, _, _ = prepare_texts(tokeniser, [str(text)], [192, 256], 2, 0)
@@ -133,14 +118,13 @@ def test_losses_are_those_of_transformers_itself(
         own = transformers.AutoModelForCausalLM.from_pretrained(model, **options)
         with torch.no_grad():
             logits = own(ids[:, :-1]).logits.double()
-        loss = torch.nn.functional.cross_entropy(
-            logits.transpose(1, 2), ids[:, 1:], reduction="none"
-        )
-        found = _value(done, asked, "table", f"loss_{length}")
-        assert found == pytest.approx(float(loss[:, -16:].mean()), abs=1e-5)
+        loss = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+        expected = {("table", f"loss_{length}"): loss[:, -16:]}
         if length == LENGTH:
-            found = _value(done, asked, "cost", "loss")
-            assert found == pytest.approx(float(loss.mean()), abs=1e-5)
+            expected["cost", "loss"] = loss
+        for place, losses in expected.items():
+            found = _value(done, asked, *place)
+            assert found == pytest.approx(float(losses.mean()), abs=1e-5)
 
 
 def test_the_pass_key_stands_where_it_is_said(model: Path, text: Path) -> None:
@@ -169,7 +153,7 @@ def test_what_the_tokeniser_puts_first_stands_first(model: Path, text: Path) -> 
         assert window[1:].tolist() == texts.ids[0, -length:].tolist()
 
 
-def test_a_killed_run_goes_on_where_it_was(
+def test_a_killed_run_goes_on(
     command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
@@ -202,21 +186,17 @@ def test_a_killed_run_goes_on_where_it_was(
 def test_out_of_memory_says_what_fits_and_keeps_the_rest(
     command: Command, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from normattn.cli import extend
-
     make = normattn.hf.token_scorer
 
     def small(model: object) -> object:
-        score = make(model)
-
         def scored(ids: torch.Tensor) -> object:
             if ids.shape[1] > 60 and normattn.hf.extension_of(model) is not None:
                 raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to …")
-            return score(ids)
+            return make(model)(ids)
 
         return scored
 
-    monkeypatch.setattr(extend, "token_scorer", small)
+    monkeypatch.setattr("normattn.cli.extend.token_scorer", small)
     out = tmp_path / "run"
     said = command("extend", model, "--text", text, "--methods", "YaRN", *SHORT, "--out", out)
     assert said.code == 1
@@ -229,9 +209,7 @@ def test_out_of_memory_says_what_fits_and_keeps_the_rest(
     assert json.loads((out / "status.json").read_text())["state"] == "interrupted"
 
 
-def test_a_saved_model_is_loaded_extended(
-    command: Command, model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_saved_it_is_extended(command: Command, model: Path, text: Path, tmp_path: Path) -> None:
     saved, out = tmp_path / "longer", tmp_path / "run"
     arguments = ("extend", model, "--text", text, "--methods", "ReRoPE", *SHORT, "--out", out)
     said = command.done(*arguments, "--save", saved)
@@ -245,9 +223,7 @@ def test_a_saved_model_is_loaded_extended(
     assert "exists already" in command(*arguments, "--save", saved).sentence
 
 
-def test_a_saved_model_is_read_as_it_was_trained(
-    command: Command, model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_saved_it_is_read_plain(command: Command, model: Path, text: Path, tmp_path: Path) -> None:
     """Transformers would apply what its own words say, and a method stretch that once more."""
     loaded, tokeniser = normattn.hf.load(model)
     with normattn.extend(loaded, "NTK", factor=4):
@@ -255,7 +231,7 @@ def test_a_saved_model_is_read_as_it_was_trained(
     tokeniser.save_pretrained(tmp_path / "ntk")
     rest = ("--text", text, "--methods", "PI", "--windows", 2, "--lengths", 256, "--no-passkey")
     for name, folder in (("plain", model), ("saved", tmp_path / "ntk")):
-        said = command.done("extend", folder, *rest, "--out", tmp_path / name)
+        command.done("extend", folder, *rest, "--out", tmp_path / name)
     for row in ("unmodified", "PI"):
         losses = [_value(tmp_path / out, row, "table", "loss_256") for out in ("plain", "saved")]
         assert losses[0] == losses[1]
@@ -272,7 +248,7 @@ def test_lengths_and_methods_as_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("options", "said"),
     [
         (("--methods", "YARN2"), "YARN2"),
         (("--methods", "YaRN,,PI"), "--methods holds an empty name"),
@@ -292,17 +268,12 @@ def test_lengths_and_methods_as_typed() -> None:
     ],
 )
 def test_bad_input_is_one_sentence(
-    command: Command,
-    model: Path,
-    text: Path,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
-    sentence: str,
+    command: Command, model: Path, text: Path, tmp_path: Path, options: Any, said: str
 ) -> None:
     given = {"--methods": "PI,ReRoPE", "--lengths": "256", "--text": text}
-    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
-    options = [each for pair in given.items() for each in pair]
-    assert sentence in command("extend", model, *options, "--out", tmp_path / "run").last
+    given |= dict(zip(options[::2], options[1::2], strict=True))
+    words = [each for pair in given.items() for each in pair]
+    assert said in command("extend", model, *words, "--out", tmp_path / "run").last
     assert not (tmp_path / "run").exists()
 
 
@@ -322,29 +293,24 @@ def test_emit_evaluates_nothing(command: Command, model: Path, given: tuple[obje
 def test_models_that_cannot_serve(command: Command, text: Path, tmp_path: Path) -> None:
     rest = ("--text", text, "--lengths", "256", "--out", tmp_path / "run")
     scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
-    _save(
-        tmp_path / "two",
-        rope_parameters={**scaled, "original_max_position_embeddings": LENGTH // 2},
-    )
+    scaled["original_max_position_embeddings"] = LENGTH // 2
+    _save(tmp_path / "two", rope_parameters=scaled)
     last = command("extend", tmp_path / "two", *rest).last
     assert "max_position_embeddings=" in last
     assert "--train-length" in last
     (tmp_path / "fake.gguf").write_bytes(b"GGML not a model")
-    said = command("extend", tmp_path / "fake.gguf", *rest)
-    assert "is not a GGUF file" in said.sentence
+    assert "is not a GGUF file" in command("extend", tmp_path / "fake.gguf", *rest).sentence
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "oddity")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    odd = command("extend", tmp_path / "odd.gguf", *rest)
-    assert "cannot be loaded by transformers" in odd.last
+    last = command("extend", tmp_path / "odd.gguf", *rest).last
+    assert "cannot be loaded by transformers" in last
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hub_out_of_reach_is_asked_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_out_of_reach(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     said = command("extend", "some/name")

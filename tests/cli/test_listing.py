@@ -10,16 +10,21 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from cli.conftest import Command
 from normattn import InputError, ScoreSpec
 from normattn.kernels import BACKENDS
 from normattn.lab.demo import demo_model, demo_windows, read
 from normattn.models.config import StackConfig
 from normattn.score.compatibility import combinations, example, needs
 from normattn.score.parts import parts
+from studies.conftest import Command
 
 
-def test_the_json_of_every_part(listed: dict[str, dict[str, Any]]) -> None:
+@pytest.fixture
+def listed(command: Command) -> dict[str, Any]:
+    return {part["name"]: part for part in json.loads(command.done("list", "--json").out)}
+
+
+def test_the_json_of_every_part(listed: dict[str, Any]) -> None:
     assert list(listed) == list(parts())
     for name, part in listed.items():
         assert all(part[word] for word in ("name", "slot", "when", "summary", "equation", "source"))
@@ -34,25 +39,26 @@ def test_the_json_of_every_part(listed: dict[str, dict[str, Any]]) -> None:
             assert name in back
 
 
-def test_some_facts(listed: dict[str, dict[str, Any]]) -> None:
-    def excluded(name: str) -> set[str]:
-        return {each["part"] for each in listed[name]["excludes"]}
-
+def test_some_facts(listed: dict[str, Any]) -> None:
     assert listed["Baseline"]["kernels"]["cpu float32"] == "fused"
     assert listed["ReRoPE"]["attention"] == "causal"
     assert listed["QKBatchNorm"]["attention"] == "bidirectional"
     assert listed["ReRoPE"]["parameters"] == [{"name": "window", "default": None, "example": 128}]
-    assert {"NoPE", "ReRoPE", "HWFA"} <= excluded("YaRN")
     assert "YaRN" in listed["ALiBi"]["beside_rope"]
-    assert {"Baseline", "CoPE", "NEZHA", "NoPE", "PoPE", "XLNet", "XPos"} == excluded("RotateFirst")
-    assert excluded("Sink") == {"Entmax", "Sigmoid", "StickBreaking"}
-    assert not excluded("KNA")
-    assert excluded("Packed") == {"Chunked"}
-    why = {each["part"]: each["why"] for each in listed["NoPE"]["excludes"]}
-    assert why["PI"].startswith("PI cannot be combined with NoPE: PI changes rotary positions")
+    excluded = {name: {e["part"]: e["why"] for e in listed[name]["excludes"]} for name in listed}
+    assert {"NoPE", "ReRoPE", "HWFA"} <= excluded["YaRN"].keys()
+    for name, others in {
+        "RotateFirst": {"Baseline", "CoPE", "NEZHA", "NoPE", "PoPE", "XLNet", "XPos"},
+        "Sink": {"Entmax", "Sigmoid", "StickBreaking"},
+        "KNA": set(),
+        "Packed": {"Chunked"},
+    }.items():
+        assert excluded[name].keys() == others
+    why = excluded["NoPE"]["PI"]
+    assert why.startswith("PI cannot be combined with NoPE: PI changes rotary positions")
 
 
-def test_a_page_names_every_part(command: Command, listed: dict[str, dict[str, Any]]) -> None:
+def test_a_page_names_every_part(command: Command, listed: dict[str, Any]) -> None:
     shown = command("list").out.splitlines()
     assert len(shown) <= 110
     for name in listed:
@@ -61,18 +67,17 @@ def test_a_page_names_every_part(command: Command, listed: dict[str, dict[str, A
     assert "normattn list NAME" in shown[-1]
 
 
-def test_an_entry_tells_the_same(command: Command, listed: dict[str, dict[str, Any]]) -> None:
+def test_an_entry_tells_the_same(command: Command, listed: dict[str, Any]) -> None:
     for name in ("ReRoPE", "YaRN", "Baseline", "QKBatchNorm"):
         part, shown = listed[name], command("list", name).out
-        for each in part["excludes"]:
-            assert f"not with {each['part']}" in shown or f", {each['part']}" in shown
-        for field in part["parameters"]:
-            assert field["name"] in shown
+        others = [each["part"] for each in part["excludes"]]
+        assert all(re.search(rf"(not with|,) {other}\b", shown) for other in others)
+        assert all(field["name"] in shown for field in part["parameters"])
         assert all(part[each] in shown for each in ("name", "summary", "equation", "source"))
-    served = command("list", "Baseline").out.partition("runs on ")[2]
-    for place, kernel in listed["Baseline"]["kernels"].items():
-        assert place in served
-        assert kernel in served
+        served = shown.partition("runs on ")[2]
+        for place, kernel in part["kernels"].items():
+            assert place in served
+            assert kernel in served
 
 
 @pytest.mark.parametrize("setting", ["placement", "norm"])
@@ -104,10 +109,9 @@ def test_what_is_said_to_be_excluded_is_refused() -> None:
         assert name in str(example(name)) or name == "RoPE"
         assert needs(name) in ("causal", "bidirectional", "either")
         for other in filter(name.__lt__, together.excludes):  # the others exclude it as well
-            text = "-".join(dict.fromkeys(("QKRMSNorm", name, other)))
-            slots = [parts()[word].slot for word in (name, other)]
-            if "variant" in slots:
+            if "variant" in (parts()[name].slot, parts()[other].slot):
                 continue
+            text = "-".join(dict.fromkeys(("QKRMSNorm", name, other)))
             with pytest.raises(InputError, match=r"sense|combined"):
                 ScoreSpec.parse(text, train_length=512).resolve(factor=8)
 
@@ -116,7 +120,10 @@ def test_what_is_said_to_be_excluded_is_refused() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def test_methods_rescue_what_collapses() -> None:
+def test_methods_rescue_what_collapses_of_models_that_differ_in_their_keys_alone() -> None:
+    plain, keys = (demo_model(name).config for name in ("Baseline", "KNA"))
+    assert [each.score.variant_name for each in (plain, keys)] == ["Baseline", "KNA"]
+    assert plain.model_copy(update={"score": keys.score}) == keys
     readings = {each.label: each for each in read(demo_windows(windows=2))}
     collapsed = readings["plain RoPE, unmodified"]
     assert collapsed.far < collapsed.near / 2
@@ -128,27 +135,15 @@ def test_methods_rescue_what_collapses() -> None:
 def test_the_numbers_of_the_readme() -> None:
     """All windows: the README's three rows, and what no method leaves behind."""
     readings = {each.label: each for each in read(demo_windows())}
-    rows = re.findall(
-        r"^\| ((?:plain RoPE|KeyNorm), .*?) \| ([\d.]+) \| ([\d.]+) \|$",
-        (ROOT / "README.md").read_text("utf-8"),
-        re.MULTILINE,
-    )
+    row = r"^\| ((?:plain RoPE|KeyNorm), .*?) \| ([\d.]+) \| ([\d.]+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     assert len(rows) == 3
     for label, near, far in rows:
         assert readings[label].near == pytest.approx(float(near), abs=0.15)
         assert readings[label].far == pytest.approx(float(far), abs=0.15)
 
 
-def test_the_models_differ_in_their_keys_alone() -> None:
-    plain, keys = demo_model("Baseline"), demo_model("KNA")
-    assert [each.config.score.variant_name for each in (plain, keys)] == ["Baseline", "KNA"]
-    changed = plain.config.model_copy(update={"score": keys.config.score})
-    assert changed == keys.config
-
-
-def test_the_command_writes_a_report_of_a_text_of_ones_own(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_report_of_a_text_of_ones_own(command: Command, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 130)
     said = command.done("demo", "--text", text, "--windows", 1, "--out", tmp_path / "out")

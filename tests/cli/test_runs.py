@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-import polars as pl
 import pytest
 import torch
 
-from cli.conftest import TINY, Command
+from cli.conftest import TINY
 from normattn.lab.data.retrieval import TASKS
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.diagnostics.inspection import by_head, by_position
@@ -22,7 +22,7 @@ from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
 from normattn.models.pretrained import load_model
 from normattn.score import ScoreSpec
-from studies.conftest import run as run_command
+from studies.conftest import Command
 
 
 def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
@@ -31,24 +31,22 @@ def test_answers(command: Command, trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("word1 word2")
     assert command("generate", trained, "--file", file, "--max-new-tokens", 6).out == plain.out
-    two = command(
-        *("generate", trained, "--prompt", "word3", "--file", file, "--max-new-tokens", 6)
-    )
+    both = ("--prompt", "word3", "--file", file, "--max-new-tokens", 6)
+    two = command("generate", trained, *both)
     assert two.out.startswith("> word3\n")
     assert two.out.endswith(f"\n\n> word1 word2\n{plain.out}")
 
 
 def test_a_seed_decides_what_is_drawn(command: Command, trained: Path) -> None:
     arguments = ("generate", trained, "--prompt", "word1", "--temperature", 2, "--top-p", 0.99)
-    first = command.done(*arguments, "--seed", 3, "--max-new-tokens", 12)
-    assert command(*arguments, "--seed", 3, "--max-new-tokens", 12).out == first.out
-    assert command(*arguments, "--seed", 4, "--max-new-tokens", 12).out != first.out
+    first, again, other = (
+        command.done(*arguments, "--max-new-tokens", 12, "--seed", seed).out for seed in (3, 3, 4)
+    )
+    assert first == again != other
 
 
 @pytest.mark.parametrize("method", ["ReRoPE-logn+", "YaRN(factor=4)"])
-def test_a_method_decides_beyond_the_training_length(
-    command: Command, trained: Path, method: str
-) -> None:
+def test_a_method_decides_on_long_texts(command: Command, trained: Path, method: str) -> None:
     """The text is that of full forwards under the method, one for each token."""
     prompt, config = "word1 word2 word3 " * 12, json.loads((trained / "config.json").read_text())
     tokeniser = Tokeniser.load(trained / "tokeniser.json")
@@ -65,9 +63,7 @@ def test_a_method_decides_beyond_the_training_length(
     assert said.out == tokeniser.decode(ids[-4:]) + "\n"
 
 
-def test_runs_that_cannot_answer(
-    command: Command, trained: Path, run: Path, tmp_path: Path
-) -> None:
+def test_runs_without_answers(command: Command, trained: Path, run: Path, tmp_path: Path) -> None:
     (run / "tokeniser.json").unlink()
     assert "tokeniser.json is missing" in command("generate", run, "--prompt", "a").sentence
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -76,9 +72,8 @@ def test_runs_that_cannot_answer(
 
 
 def test_generated_tokens_are_no_text(command: Command, tmp_path: Path) -> None:
-    preset = tmp_path / "synthetic.toml"
+    preset, run = tmp_path / "synthetic.toml", tmp_path / "run"
     preset.write_text(TINY.format(corpus="synthetic:copy"))
-    run = tmp_path / "run"
     command.done("train", "--preset", preset, "--length", 64, "--out", run)
     said = command("generate", run, "--prompt", "a")
     assert "generated tokens of synthetic:copy" in said.sentence
@@ -91,24 +86,18 @@ def records(run: Path) -> dict[str, int]:
 
 
 def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
-    arguments = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
-    said = command.done(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
-    for expected in (
-        "KNA-ReRoPE",
-        "by position, 128 tokens",
-        "multi_key",
-        "In short",
-        str(run / "report"),
-    ):
-        assert expected in said.out
+    evaluate = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
+    lengths = (*evaluate, "--methods", "as is,ReRoPE", "--multiples")
+    said = command.done(*lengths, "8,16")
+    words = ("KNA-ReRoPE", "by position, 128 tokens", "multi_key", "In short", str(run / "report"))
+    assert all(word in said.out for word in words)
     first = records(run)
     assert len(first) == 2 * (1 + len(TASKS) * 2)
-    again = command(*arguments, "--multiples", "8,16", "--methods", "as is,ReRoPE")
-    assert again.out == said.out
+    assert command(*lengths, "8,16").out == said.out
     assert (run / "report" / "table.md").exists()
     assert records(run) == first
     # A length in between changes neither the shortest nor the longest evaluation: both are reused.
-    command.done(*arguments, "--multiples", "8,12,16", "--methods", "as is,ReRoPE")
+    command.done(*lengths, "8,12,16")
     assert first.items() <= records(run).items()
     assert len(records(run)) == 2 * (1 + len(TASKS) * 3)
 
@@ -117,24 +106,18 @@ def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -
     page = (out / "table.md").read_text()
     for heading in ("Accuracy by position", "Loss by position", "Facts inserted into a long text"):
         assert f"## {heading}" in page
+    tables = json.loads((out / "table.json").read_text())["tables"]
     for name in ("accuracy_by_position", "loss_by_position", "retrieval"):
-        with (out / f"{name}.csv").open() as file:
-            lines = list(csv.DictReader(file))
-        assert [line["row"] for line in lines] == ["KNA", "KNA-ReRoPE"], name
-    for line in lines:
-        for task in TASKS:
-            for name in (
-                f"{task}_{what}_{n}" for what in ("exact", "token") for n in (64, 96, 128)
-            ):
-                assert 0 <= float(line[name]) <= 100
-                # One sample, a fifth of --max-windows, has no interval.
-                assert line[f"{name}_low"] == line[f"{name}_high"] == ""
+        assert [line["row"] for line in tables[name]] == ["KNA", "KNA-ReRoPE"], name
+    cells = [*product(tables["retrieval"], TASKS, ("exact", "token"), (64, 96, 128))]
+    for line, task, what, length in cells:
+        cell = line[f"{task}_{what}_{length}"]
+        assert 0 <= cell["value"] <= 100
+        assert cell["low"] is None  # One sample, a fifth of --max-windows, has no interval.
     # What no table shows, the depths of every task and length, is in the frame.
-    asked = pl.read_parquet(out / "measurements.parquet").filter(
-        protocol="retrieval", statistic="exact"
-    )
-    cells = asked.select("method", "factor.task", "length", "bin").unique()
-    assert cells.height == 2 * len(TASKS) * 3 * 5
+    measured = measurements.read(out / measurements.FILE)
+    asked = measured.filter(protocol="retrieval", statistic="exact")
+    assert asked.unique(("method", "factor.task", "length", "bin")).height == len(cells) // 2 * 5
     names = {path.name for path in (out / "figures").iterdir()}
     assert names >= {"reading_by_position_KNA.png", *(f"retrieval_{task}.png" for task in TASKS)}
 
@@ -151,19 +134,9 @@ def test_every_method(command: Command, run: Path) -> None:
 
 
 # `inspect`.
-SHARES = ("beyond_share", "angle_share")
-
-
-@pytest.fixture(scope="module")
-def probed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run that was looked into while it trained."""
-    out = tmp_path_factory.mktemp("probed") / "run"
-    options = ("--score", "QKRMSNorm-logn", "--set", "inspect_every=2")
-    assert run_command("train", "--preset", tiny, *options, "--out", out) == 0
-    return out
-
-
-def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
+def test_a_run_is_looked_into(command: Command, tiny: Path, tmp_path: Path) -> None:
+    probed, options = tmp_path / "run", ("--score", "QKRMSNorm-logn", "--set", "inspect_every=2")
+    command.done("train", "--preset", tiny, *options, "--out", probed)
     lines = read_diagnostics(probed)
     assert [line.step for line in lines] == [1, 2, 4]
     said = command.done("inspect", probed, "--windows", 3, "--cosines")
@@ -179,35 +152,30 @@ def test_a_run_is_looked_into(command: Command, probed: Path) -> None:
     assert {"q_normed", "cosine", "attention"} <= set(measured["statistic"])
     assert measured.filter(protocol="training")["bin"].unique().sort().to_list() == [1, 2, 4]
     settings = json.loads((folder / "config.json").read_text())["config"]
-    assert settings["length"] == 8
-    assert settings["windows"] == 3
-
-
-def test_the_page_is_made_again_from_its_frame(command: Command, probed: Path) -> None:
-    folder = probed / "inspection"
-    if not folder.exists():
-        command("inspect", probed, "--windows", 3, "--cosines")
-    made = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+    assert (settings["length"], settings["windows"]) == (8, 3)
+    # The page is made again from its frame.
+    made = {path: path.read_bytes() for path in folder.rglob("*.*")}
     command.done("report", folder)
-    again = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
-    assert again == made
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == made
 
 
-def test_a_text_of_ones_own_beyond_the_training_length(
-    command: Command, trained: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
     text = tmp_path / "text.txt"
     text.write_text("word1 word2 word3 word4 " * 20)
+    return text
+
+
+def test_a_text_of_ones_own(command: Command, trained: Path, text: Path, tmp_path: Path) -> None:
+    inspect = ("inspect", trained, "--text", text, "--length", 32, "--attention", "0,1")
     looks = []
     for method in ("unmodified", "ReRoPE"):
-        command.done(
-            *("inspect", trained, "--text", text, "--length", 32, "--method", method),
-            *("--out", tmp_path / method, "--attention", "0,1"),
-        )
         folder = tmp_path / method
+        command.done(*inspect, "--method", method, "--out", folder)
         assert (folder / "figures" / "attention.png").exists()
         measured = measurements.read(folder / measurements.FILE)
-        looks.append({name: by_position(measured, name, 0) for name in SHARES})
+        shares = ("beyond_share", "angle_share")
+        looks.append({name: by_position(measured, name, 0) for name in shares})
         settings = json.loads((folder / "config.json").read_text())["config"]
         # The text holds fewer than the sixteen that are read at most.
         assert settings["windows"] < 16
@@ -223,10 +191,8 @@ def test_a_text_of_ones_own_beyond_the_training_length(
     assert not (trained / "inspection").exists()
 
 
-def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) -> None:
+def test_angles_that_are_new(command: Command, trained: Path, text: Path, tmp_path: Path) -> None:
     """Of sixteen bins of two positions those before the first new angle, at L = 8."""
-    text = tmp_path / "text.txt"
-    text.write_text("word1 word2 word3 word4 " * 20)
     options = ("--text", text, "--length", 32)
     for method, expected in {"unmodified": 4, "PI(factor=4)": 14, "PI(factor=2)": 7}.items():
         out = tmp_path / method
@@ -244,21 +210,16 @@ def test_angles_that_are_new(command: Command, trained: Path, tmp_path: Path) ->
     assert not {"angle_share", "beyond_share"} & {*found["statistic"]}
 
 
-def test_a_run_of_no_known_kind_is_not_looked_into(command: Command, run: Path) -> None:
-    stored = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
-    assert "a run of kind 'poem'" in command("inspect", run).sentence
-
-
 @pytest.mark.parametrize("words", [("generate", "--prompt", "a"), ("inspect",), ("export", "OUT")])
-def test_a_finished_run_alone_serves(
-    command: Command, run: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+def test_only_finished_runs_serve(command: Command, run: Path, tmp_path: Path, words: Any) -> None:
     name, *rest = (tmp_path / "out" if word == "OUT" else word for word in words)
     assert re.search(r"no config\.json|a run directory", command(name, tmp_path, *rest).sentence)
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
     assert "only a finished run" in command(name, run, *rest).sentence
+    stored = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**stored, "kind": "poem"}))
+    assert "kind 'poem'" in command(name, run, *rest).sentence
     assert not (tmp_path / "out").exists()
 
 

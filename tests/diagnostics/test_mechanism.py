@@ -69,28 +69,22 @@ def ids_of(rows: int, length: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(0).integers(40, size=(rows, length)))
 
 
-def brute_weights(seen: LayerInputs, batch: int, head: int) -> list[list[float]]:
-    """α by the definition, one pair at a time."""
+def matrices(seen: LayerInputs, batch: int, head: int) -> tuple[Any, Any, Any]:
+    """q · k, which pairs are visible, and α: by their definitions."""
     p = seen.inputs
-    q, k = p.q[batch, head], p.k[batch, head // (p.q.shape[1] // p.k.shape[1])]
-    rows = []
-    for i in range(q.shape[0]):
-        scores = []
-        for j in range(i + 1):
-            s = (q[i] @ k[j]).item()
-            s = p.cap * math.tanh(s / p.cap) if p.cap is not None else s
-            s += p.bias[head, i - j].item() if p.bias is not None else 0.0
-            hidden = (
-                p.mask.window is not None and i - j >= p.mask.window and j >= p.mask.sink_tokens
-            )
-            own, others = p.mask.query_documents, p.mask.key_documents
-            if own is not None and others is not None:  # chunks
-                hidden = hidden or bool(own[batch, i] != others[batch, j])
-            scores.append(-math.inf if hidden else s)
-        sink = math.exp(p.sink[head].item()) if p.sink is not None else 0.0
-        total = sum(math.exp(s) for s in scores) + sink
-        rows.append([math.exp(s) / total for s in scores])
-    return rows
+    products = (p.q[batch, head] @ p.k[batch, head // 2].T).numpy()
+    query, key = np.indices(products.shape)
+    visible = query >= key
+    if p.mask.window is not None:
+        visible &= query - key < p.mask.window
+    if p.mask.query_documents is not None:  # chunks
+        visible &= query // 6 == key // 6
+    scores = products if p.cap is None else p.cap * np.tanh(products / p.cap)
+    if p.bias is not None:
+        scores = scores + p.bias[head].numpy()[abs(query - key)]
+    weights = np.where(visible, np.exp(scores), 0.0)
+    sink = 0.0 if p.sink is None else math.exp(p.sink[head].item())
+    return products, visible, weights / (weights.sum(-1, keepdims=True) + sink)
 
 
 @pytest.mark.parametrize(("score", "length"), LENGTHS)
@@ -103,27 +97,16 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
         products, numbers_of = products_by_distance(seen, torch.tensor([0, 1, 2, 4, 8, length]))
         counted = count_cosines(seen)
         received = {n: received_attention(seen, n) for n in (1, length // 2, length)}
-        p = seen.inputs
         for batch, head in ((0, 0), (1, 3)):
-            weights = np.zeros((length, length))
-            for i, row in enumerate(brute_weights(seen, batch, head)):
-                weights[i, : i + 1] = row
+            dots, visible, weights = matrices(seen, batch, head)
+            query, key = np.indices((length, length))
             for horizon, found in received.items():
                 assert found.shape == (2, 4, length - horizon + 1)
-                expected = [
-                    sum(weights[i, j] * (i + 1) for i in range(j, j + horizon)) / horizon
-                    for j in range(length - horizon + 1)
-                ]
-                np.testing.assert_allclose(found[batch, head], expected, rtol=1e-9)
-            q, k = p.q[batch, head], p.k[batch, head // 2]
+                seen_by = [weights[j : j + horizon, j] for j in range(length - horizon + 1)]
+                expected = [a @ np.arange(j + 1, j + 1 + horizon) for j, a in enumerate(seen_by)]
+                np.testing.assert_allclose(found[batch, head] * horizon, expected, rtol=1e-9)
+            q, k = seen.inputs.q[batch, head], seen.inputs.k[batch, head // 2]
             cosines = torch.cosine_similarity(q[:, None], k[None], dim=-1).numpy()
-            query, key = np.indices((length, length))
-            visible = query >= key
-            if p.mask.window is not None:
-                visible &= query - key < p.mask.window
-            if "Chunked" in score:
-                visible &= query // 6 == key // 6
-            dots = (q @ k.T).numpy()
             for n, (low, high) in enumerate(pairwise([0, 1, 2, 4, 8, length])):
                 held = visible & (query - key >= low) & (query - key < high)
                 assert numbers_of[batch, head, n] == held.sum()
@@ -146,8 +129,7 @@ def test_a_layer_pair_by_pair(score: str, length: int) -> None:
 
 
 def test_watching_leaves_nothing_behind() -> None:
-    model = model_of("KNA")
-    ids = ids_of(1, 8)
+    model, ids = model_of("KNA"), ids_of(1, 8)
     before = model(ids)
     hooks = [len(module._forward_hooks) for module in model.modules()]
     with observe_scores(model, lambda seen: None):
@@ -177,6 +159,10 @@ def texts_of(length: int = 64) -> EvaluationSet:
     return EvaluationSet("non_repeated", length, 16, windows, ["b", "a", "b", "c", "c"])
 
 
+def of(record: pl.DataFrame, statistic: str, **at: Any) -> pl.DataFrame:
+    return record.filter(statistic=statistic, **at).sort("unit", "bin")
+
+
 @pytest.mark.parametrize("score", ["KNA", "QKRMSNorm"])
 def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
     model, texts = model_of(score), texts_of()
@@ -185,55 +171,40 @@ def test_a_record_is_the_sum_of_its_texts(score: str) -> None:
     assert [module.training for module in model.modules()] == modes
     small = measure_mechanism(model, texts, seed=0, weights="w", tokens_per_batch=1)
     assert measurements.sorted_rows(small).equals(measurements.sorted_rows(record))
-
-    def of(statistic: str, length: int, document: str, layer: int, head: int) -> pl.DataFrame:
-        chosen = record.filter(statistic=statistic, length=length, unit=document)
-        return chosen.filter(layer=layer, head=head).sort("bin")
-
-    assert [of("spread", 16, name, 0, 0)["of"].item() for name in "abc"] == [1, 2, 2]
-
-    def one(row: int) -> Tensor:
-        return torch.from_numpy(texts.windows[row : row + 1])
-
-    for layer in range(2):
-        for head in range(4):
-            total = 0.0
-            for row in (0, 2):  # the texts of document b
-                seen = look(model, one(row)[:, :16])[layer]
-                norms = seen.inputs.k[0, head // 2].norm(dim=-1)[:9]
-                received = received_attention(seen, 8)[0, head]
-                total += float(rank_correlation(norms, received)) if score != "KNA" else 0.0
-            correlation = of("correlation", 16, "b", layer, head)
-            assert correlation["sum"].item() == pytest.approx(total, abs=1e-9)
-            assert correlation["of"].item() == (0 if score == "KNA" else 2)
-            far = [count_cosines(look(model, one(r)[:, :64])[layer]).counts for r in (0, 2)]
-            counts = of("cosine", 64, "b", layer, head)["sum"].to_list()
-            assert counts == sum(far)[0, head].tolist()  # type: ignore[index]
+    assert of(record, "spread", length=16, layer=0, head=0)["of"].to_list() == [1, 2, 2]
+    of_b = [torch.from_numpy(texts.windows[row : row + 1]) for row in (0, 2)]
+    for layer, head in np.ndindex(2, 4):
+        total = 0.0
+        for ids in of_b:
+            seen = look(model, ids[:, :16])[layer]
+            norms = seen.inputs.k[0, head // 2].norm(dim=-1)[:9]
+            received = received_attention(seen, 8)[0, head]
+            total += float(rank_correlation(norms, received)) if score != "KNA" else 0.0
+        at = {"unit": "b", "layer": layer, "head": head}
+        correlation = of(record, "correlation", **at)
+        assert correlation["sum"].item() == pytest.approx(total, abs=1e-9)
+        assert correlation["of"].item() == (0 if score == "KNA" else 2)
+        seen = look(model, torch.cat(of_b)[:, :64])[layer]
+        counts = count_cosines(seen).counts[:, head].sum(0)
+        assert of(record, "cosine", length=64, **at)["sum"].to_list() == counts.tolist()
 
     view = View(record)
     shown = rows(view)[0]
     cells = {column.key: column.cell(view, shown) for column in columns(view)}
     assert (cells["correlation"].text == "one norm") == (score == "KNA")
-    near = [
-        np.sum([of("cosine", 16, name, layer, head)["sum"].to_list() for name in "abc"], axis=0)
-        for layer in range(2)
-        for head in range(4)
-    ]
-    median = cells["cosine_near_0.5"].estimate
-    assert median is not None
-    assert median.value == pytest.approx(np.mean([_quantile(head, 0.5) for head in near]), abs=1e-9)
-    assert median.low is not None
-    assert median.low <= median.value
-
-
-def _quantile(counts: np.ndarray, share: float) -> float:
-    """Linear within the bin that holds it."""
-    wanted, below = share * counts.sum(), 0
-    for index, count in enumerate(counts):
-        if below + count >= wanted:
-            return float(-1 + 2 * (index + (wanted - below) / count) / BINS)
-        below += count
-    raise AssertionError
+    below, edges = [], np.linspace(-1, 1, BINS + 1)
+    for layer, head in np.ndindex(2, 4):
+        of_head = of(record, "cosine", length=16, layer=layer, head=head)
+        summed = of_head.group_by("bin").agg(pl.col("sum").sum()).sort("bin")["sum"]
+        below.append(np.array([0.0, *summed.cum_sum()]))
+    for key in (key for key in cells if key.startswith("cosine_near_")):
+        share, quantile = float(key.removeprefix("cosine_near_")), cells[key].estimate
+        # Linear in a bin; of empty ones that follow, none.
+        by_head = [np.interp(share * each[-1] - 1e-9, each, edges) for each in below]
+        assert quantile is not None
+        assert quantile.value == pytest.approx(np.mean(by_head), abs=1e-9)
+        assert quantile.low is not None
+        assert quantile.low <= quantile.value
 
 
 @pytest.mark.parametrize("length", [6, 7, 31])
@@ -273,7 +244,7 @@ def test_the_energy_in_the_mean_key() -> None:
 def test_octaves_of_distance_begin_at_the_training_length(length: int, edges: list[int]) -> None:
     assert distance_octaves(16, length) == edges
     record = measure_mechanism(model_of("KNA"), texts_of(length), seed=0, weights="w")
-    kept = record.filter(statistic="product", layer=1, head=3, unit="b").sort("bin")
+    kept = of(record, "product", layer=1, head=3, unit="b")
     assert [*kept["bin"].to_list(), kept["bin_end"][-1]] == edges
     assert kept["of"].sum() == 2 * length * (length + 1) / 2  # the pairs of document b's two texts
     # Metrics that are made one after another, as a figure does, each read their own distances.
@@ -295,50 +266,37 @@ def test_the_trained_range() -> None:
     assert np.abs(np.flatnonzero(inside)[[0, -1]] - np.flatnonzero(expected)[[0, -1]]).max() <= 1
 
 
-def of(record: pl.DataFrame, statistic: str, layer: int, head: int) -> pl.DataFrame:
-    return record.filter(statistic=statistic, layer=layer, head=head).sort("unit", "bin")
-
-
-def key_norms_of(model: CausalLM, texts: EvaluationSet) -> Array:
-    """‖k_j‖ by text, layer and key head at L."""
-    ids = torch.from_numpy(texts.windows[:, : texts.train_length])
-    keys = [seen.inputs.k for seen in look(model, ids)]
-    return np.stack([np.linalg.norm(k.numpy(), axis=-1) for k in keys], axis=1)
-
-
 @pytest.mark.parametrize("score", ["KNA", "QKRMSNorm"])
 def test_a_record_holds_them_by_document(score: str) -> None:
-    model = model_of(score)
+    model, constant = model_of(score), score == "KNA"
     texts = replace(texts_of(), documents=["b", "a", "b", "c", "d"])
     record = measure_mechanism(model, texts, seed=0, weights="w")
-    norms, constant = key_norms_of(model, texts), score == "KNA"
-    documents = np.array(texts.documents)
+    keys = [seen.inputs.k for seen in look(model, torch.from_numpy(texts.windows[:, :16]))]
     for layer, head in np.ndindex(2, 2):
-        sums = []
-        for name in "abcd":
-            rows = norms[documents == name, layer, head]
-            if constant:
-                sums.append(0.0)
-                continue
-            # To five digits: a token that comes twice has one norm, whatever rotating leaves.
-            ranked = np.round(rows[:, 4:] / rows[:, 4:].mean(1, keepdims=True), 5)
-            sums.append(sum(stats.spearmanr(row, np.arange(12)).statistic for row in ranked))
-        found = of(record, "position", layer, head)
-        np.testing.assert_allclose(found["sum"], sums, atol=1e-9)
+        norms = keys[layer][:, head, 4:].norm(dim=-1).numpy()
+        # To five digits: a token that comes twice has one norm, whatever rotating leaves.
+        ranked = np.round(norms / norms.mean(1, keepdims=True), 5)
+        sums = dict.fromkeys("abcd", 0.0)
+        for name, row in zip(texts.documents, ranked, strict=True):
+            sums[name] += 0.0 if constant else stats.spearmanr(row, np.arange(12)).statistic
+        found = of(record, "position", layer=layer, head=head)
+        np.testing.assert_allclose(found["sum"], [*sums.values()], atol=1e-9)
         assert found["of"].to_list() == ([0] * 4 if constant else [1, 2, 1, 1])
-        signed = of(record, "position_size", layer, head)["sum"].to_list()
+        signed = of(record, "position_size", layer=layer, head=head)["sum"].to_list()
         # Documents a and c give the sign, b and d are measured.
-        sign = np.sign(sums[0] + sums[2])
-        np.testing.assert_allclose(signed, [0.0, sums[1] * sign, 0.0, sums[3] * sign], atol=1e-9)
+        sign = np.sign(sums["a"] + sums["c"])
+        expected = [0.0, sums["b"] * sign, 0.0, sums["d"] * sign]
+        np.testing.assert_allclose(signed, expected, atol=1e-9)
     assert record.filter(statistic="position")["head"].n_unique() == 2  # of keys
 
 
-def last_scores(model: CausalLM, ids: np.ndarray, last: int) -> tuple[int, float]:
+def last_scores(model: CausalLM, ids: np.ndarray) -> tuple[int, float]:
+    """How many of the last 16 tokens are right, and what they lose in all."""
     with torch.no_grad():
-        logits = model(torch.from_numpy(ids[None, :-1]))[0].numpy()
-    chosen, targets = logits[-last:], ids[-last:]
-    losses = np.log(np.exp(chosen).sum(-1)) - chosen[np.arange(last), targets]
-    return int((chosen.argmax(-1) == targets).sum()), float(losses.sum())
+        logits = model(torch.from_numpy(ids[None, :-1]))[0, -16:].numpy()
+    targets = ids[-16:]
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), targets]
+    return int((logits.argmax(-1) == targets).sum()), float(losses.sum())
 
 
 @pytest.mark.parametrize("score", ["Baseline", "KNA-NoPE", "Baseline-ALiBi"])
@@ -346,20 +304,17 @@ def test_a_record_holds_the_readings_by_document(score: str) -> None:
     model, texts = model_of(score), texts_of()
     record = measure_mechanism(model, texts, seed=0, weights="w")
     assert model.spec == model.config.score.resolve(train_length=16)  # no method stays on
-    rotary = score in ("Baseline", "KNA", "CosA")
-    for reading in range(len(READINGS)):
-        at = record.filter(length=64, bin=float(reading), unit="b")
-        hits, loss = (at.filter(statistic=f"last_{name}") for name in ("accuracy", "loss"))
-        if READINGS[reading] == "clamped" and not rotary:
+    for number, reading in enumerate(READINGS):
+        at = {"length": 64, "bin": float(number), "unit": "b"}
+        hits, loss = (of(record, f"last_{name}", **at) for name in ("accuracy", "loss"))
+        clamped = reading == "clamped"
+        if clamped and score != "Baseline":  # Nothing rotary is left to clamp.
             assert hits["of"].item() == loss["of"].item() == 0
             continue
         assert hits["of"].item() == loss["of"].item() == 32
-        clamped = READINGS[reading] == "clamped"
+        first = -17 if reading == "alone" else 0
         with model.using("ReRoPE", window=15) if clamped else nullcontext():
-            expected = [
-                last_scores(model, texts.windows[row, -17:] if reading == 0 else windows, 16)
-                for row, windows in enumerate(texts.windows)
-                if row in (0, 2)  # the texts of document b
-            ]
+            of_b = [texts.windows[row, first:] for row in (0, 2)]
+            expected = [last_scores(model, window) for window in of_b]
         assert hits["sum"].item() == sum(right for right, _ in expected)
         assert loss["sum"].item() == pytest.approx(sum(nats for _, nats in expected), rel=1e-9)

@@ -1,3 +1,5 @@
+"""Whole runs: plain cross-entropy under every method, undone again; nothing is read twice."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from normattn.models.causal_lm import CausalLM
 from normattn.models.config import CausalLMConfig
 from normattn.score.spec import ScoreSpec
 
-from .make import make_set, one, table
+from .test_protocols import make_set, one, table
 
 L = 8
 
@@ -39,12 +41,11 @@ def model() -> CausalLM:
     return made
 
 
-def _sets() -> list[EvaluationSet]:
+def _sets(windows: int = 3) -> list[EvaluationSet]:
+    """A short text, and a long one."""
     generator = np.random.default_rng(0)
     return [
-        make_set(
-            list(generator.integers(0, 16, (3, length + 1))), protocol=protocol, train_length=L
-        )
+        make_set(list(generator.integers(0, 16, (windows, length + 1))), protocol=protocol)
         for protocol, length in (("train_length", L), ("non_repeated", 4 * L))
     ]
 
@@ -57,29 +58,23 @@ def _assert_equal(found: list[pl.DataFrame], expected: list[pl.DataFrame]) -> No
         )
 
 
-def test_scores_agree_with_plain_cross_entropy(model: CausalLM) -> None:
-    ids = torch.from_numpy(np.random.default_rng(1).integers(0, 16, (3, 21)))
-    scores = ModelScorer(model)(ids)
-    model.eval()
-    with torch.no_grad():
-        logits = model(ids[:, :-1]).double()
-    chances = torch.log_softmax(logits, dim=-1)
-    expected = -chances.gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(scores.loss.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(scores.correct, logits.argmax(-1) == ids[:, 1:])
-    assert not scores.loss.requires_grad
-
-
-def test_each_submodules_mode_is_restored(model: CausalLM) -> None:
-    model.train()
+def test_scores_are_plain_cross_entropy_and_modes_are_restored(model: CausalLM) -> None:
     next(model.children()).eval()
     before = [part.training for part in model.modules()]
+    ids = torch.from_numpy(np.random.default_rng(1).integers(0, 16, (3, 21)))
     scorer = ModelScorer(model)
-    scorer(torch.zeros((1, 5), dtype=torch.int64))
+    scores = scorer(ids)
     assert [part.training for part in model.modules()] == before
     with pytest.raises(InputError):  # a token outside the vocabulary
         scorer(torch.full((1, 5), 99))
     assert [part.training for part in model.modules()] == before
+    model.eval()
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).double()
+    expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
+    torch.testing.assert_close(scores.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(scores.correct, logits.argmax(-1) == ids[:, 1:])
+    assert not scores.loss.requires_grad
 
 
 def test_bf16_scores_are_close_and_another_evaluation(model: CausalLM, tmp_path: Path) -> None:
@@ -129,25 +124,14 @@ def test_the_sums_are_those_of_the_model_with_the_spec_built_in(model: CausalLM)
             np.testing.assert_array_equal(table(built_in, statistic), table(switched_on, statistic))
 
 
-def test_nothing_is_scored_again(
-    model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = MeasurementStore(tmp_path)
+def test_it_is_done_once(model: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"methods": ("", "NTK"), "store": MeasurementStore(tmp_path)}
     told: list[pl.DataFrame] = []
-    first = evaluate_run(model, _sets(), seed=0, methods=("", "NTK"), store=store)
+    first = evaluate_run(model, _sets(), seed=0, **options)
     monkeypatch.setattr(CausalLM, "token_scores", None)
-    again = evaluate_run(
-        model, _sets(), seed=0, methods=("", "NTK"), store=store, on_measured=told.append
-    )
+    again = evaluate_run(model, _sets(), seed=0, on_measured=told.append, **options)
     _assert_equal(again, first)
     _assert_equal(told, first)
-    monkeypatch.undo()
-    with torch.no_grad():
-        next(model.parameters()).add_(0.5)
-    other = evaluate_run(model, _sets(), seed=0, store=store)
-    for changed, before in zip(other, first[:2], strict=True):
-        assert one(changed, "weights") != one(before, "weights")
-        assert (table(changed, "loss") != table(before, "loss")).any()
 
 
 def test_digests_tell_names_shapes_types_and_values_apart() -> None:
@@ -160,19 +144,6 @@ def test_digests_tell_names_shapes_types_and_values_apart() -> None:
     assert linear() == linear()
     digests = {linear(), linear(lambda m: m.bias.data.add_(1e-7)), linear(lambda m: m.bfloat16())}
     assert len(digests | {weights_digest(nn.Sequential(nn.Linear(2, 3)))}) == 4
-
-
-def texts() -> list[EvaluationSet]:
-    """A short text, a long one, the last segment of the long one, and that by position."""
-    random = np.random.default_rng(0)
-    short, long = (list(random.integers(0, 16, (5, n + 1))) for n in (L, 4 * L))
-    natural = make_set(long)
-    return [
-        make_set(short, protocol="train_length"),
-        natural,
-        replace(natural, protocol="last_segment", start=3 * L),
-        replace(natural, protocol="by_position"),
-    ]
 
 
 @pytest.fixture
@@ -189,10 +160,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_windows_in_common_are_read_once_under_each_method(
-    model: CausalLM, asked: list[int]
-) -> None:
-    chosen = texts()
+def test_windows_in_common_are_read_once_by_method(model: CausalLM, asked: list[int]) -> None:
+    short, long = _sets(windows=5)
+    last = replace(long, protocol="last_segment", start=3 * L)
+    chosen = [short, long, last, replace(long, protocol="by_position")]
     measured = evaluate_run(model, chosen, seed=0, methods=("", "NTK"), tokens_per_batch=8 * L)
     # Five short windows together; of the long ones two, two and one.
     assert asked == 2 * [5, 2, 2, 1]

@@ -1,19 +1,24 @@
-"""Charts hold the numbers of their figures and are drawn; pages are well formed and safe."""
+"""Charts hold the numbers of their figures; pages are well formed, safe and drawn by Chromium."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from normattn.lab.report.charts import png, vega_lite
-from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
+from normattn.lab.report.figures import Curves, Figure, Intervals, Line, Panel, Point
 from normattn.lab.report.output import page_html
 from normattn.lab.report.page import PageContext
 
@@ -41,6 +46,11 @@ def channel(chart: Any, name: str) -> Any:
 @cache
 def positions() -> Any:
     return vega_lite(examples.position_curves())
+
+
+def highlighted(chart: Any) -> set[str]:
+    chosen = next(part for part in parts(chart) if "select" in part)
+    return {line["line"] for line in chosen["value"]}
 
 
 def one_panel(*points: Point, **options: Any) -> Curves:
@@ -101,22 +111,19 @@ def test_intervals_are_sorted_by_value() -> None:
 
 
 def test_four_lines_that_end_far_apart_are_highlighted() -> None:
-    chosen = next(part for part in parts(positions()) if "select" in part)
-    ends = {line["line"] for line in chosen["value"]}
+    ends = highlighted(positions())
     assert len(ends) == 4
     assert {"Baseline", "CosA-logn"} <= ends
     lines = [Line(str(n), (Point(1.0, n / 10), Point(2.0, n / 10))) for n in range(9)]
     lines[4] = Line("4", lines[4].points, control=True)
     curves = Curves("c", "c", (Panel("", tuple(lines), "x", "y"),))
-    chosen = next(part for part in parts(vega_lite(curves)) if "select" in part)
-    assert {line["line"] for line in chosen["value"]} == {"0", "2", "4", "8"}
-    curves = replace(curves, featured=("5",))
-    chosen = next(part for part in parts(vega_lite(curves)) if "select" in part)
-    assert {line["line"] for line in chosen["value"]} == {"0", "4", "5", "8"}
+    assert highlighted(vega_lite(curves)) == {"0", "2", "4", "8"}
+    assert highlighted(vega_lite(replace(curves, featured=("5",)))) == {"0", "4", "5", "8"}
 
 
 # The page as HTML.
-HOSTILE = "</script><script>alert('1')</script><img src=x onerror=alert(2)>\"&{{ 7*7 }}"
+BREAK = "document.title='broken'"
+HOSTILE = f'</script><script>{BREAK}</script><img src=x onerror="{BREAK}">""&{{{{ 7*7 }}}}'
 VOID = {"meta", "input", "link", "br", "img"}
 
 
@@ -174,10 +181,8 @@ def test_the_page_is_well_formed_and_says_everything() -> None:
 
 def test_an_empty_page_is_a_page() -> None:
     text = page_html(PageContext("Nothing yet"))
-    parsed = Parsed(text)
     assert len(text.encode()) < 60_000
-    assert not parsed.all("table")
-    assert not parsed.all("figure")
+    assert not {"table", "figure"} & {name for name, _ in Parsed(text).elements}
 
 
 def test_nothing_is_loaded() -> None:
@@ -200,9 +205,80 @@ def test_names_cannot_become_elements() -> None:
 
 def test_claims_are_grouped_by_verdict_and_hidden_where_none_was_tested() -> None:
     page = examples.page()
-    keys = [attrs.get("id") for attrs in Parsed(plain_page()).all("div") if attrs.get("id")]
-    assert len([key for key in keys if key and key.startswith("claims-")]) == 4
+    keys = [attrs.get("id") or "" for attrs in Parsed(plain_page()).all("div")]
+    assert len([key for key in keys if key.startswith("claims-")]) == 4
     untested = tuple(finding for finding in page.findings if finding.p is None)
     assert untested
     text = page_html(replace(page, findings=untested, figures=()))
     assert 'id="claims"' not in text
+
+
+# The page opened in Chromium at two widths.
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+FRAME = """<!DOCTYPE html>
+<body style="margin: 0">
+<iframe src="report.html" width="{width}" height="1500" style="border: 0"></iframe>
+<script>
+setInterval(() => {{
+  const page = document.querySelector("iframe").contentDocument.documentElement;
+  if (page.dataset.seen) document.documentElement.dataset.seen = page.dataset.seen;
+}}, 50);
+</script>
+"""
+PROBE = Path(__file__).with_name("probe.js")
+
+
+def chromium(page: Path, width: int, *more: str) -> str:
+    """What Chromium prints for a page in a window of some width, with a profile of its own."""
+    if not CHROMIUM:
+        pytest.skip("Chromium is not installed")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={page.parent / f'profile{width}'}"]
+    command += [f"--window-size={width},1600", *more, page.as_uri()]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert told.returncode == 0, told.stderr
+    return told.stdout
+
+
+@pytest.fixture(scope="module", params=[1280, 390])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    page = tmp_path_factory.mktemp("page") / "report.html"
+    text = page_html(examples.page())
+    # An iframe has the wanted width even where the window cannot be made that narrow.
+    probe = f"</title><script>{PROBE.read_text(encoding='utf-8')}</script>"
+    page.write_text(text.replace("</title>", probe, 1), encoding="utf-8")
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.format(width=request.param), encoding="utf-8")
+    more = ("--allow-file-access-from-files", "--virtual-time-budget=60000", "--dump-dom")
+    dom = chromium(frame, 1280, *more)
+    match = re.search(r'data-seen="([^"]*)"', dom)
+    assert match, dom[:2000]
+    return json.loads(html.unescape(match[1]))
+
+
+def test_the_report_draws_fits_and_shows_more_columns(seen: Any) -> None:
+    figures = examples.page().figures
+    assert seen["failures"] == []
+    assert seen["overflow"] <= 0
+    assert seen["numbers"] == 0
+    assert len(seen["drawn"]) == len(figures)
+    assert min(seen["drawn"]) >= 3
+    # Panels stand below each other where they would not fit; a grid of cells may scroll.
+    scrolled = zip(figures, seen["scrolled"], strict=True)
+    assert all(by <= 0 for figure, by in scrolled if isinstance(figure, Curves | Intervals))
+    assert seen["hidden"] == seen["shown"] == len(examples.table().rows) + 1
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(page_html(examples.page(HOSTILE)), encoding="utf-8")
+    dom = chromium(page, 1280, "--dump-dom")
+    assert "<title>broken" not in dom
+    assert "&lt;img src=x onerror=" in dom  # as text
+    assert not re.search(r"<img src=.?x", re.sub(r'"[^"]*"', '""', dom))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from data.helpers import multi_layout, write_relations
 from normattn.lab.sweep.run import Request
 
@@ -68,36 +70,35 @@ gradient_texts = 4
 RMSNORM = "\n[timing]\nrounds = 2\n"
 
 
-def qknorm(folder: Path) -> str:
-    corpus, first = multi_layout(folder / "pairs"), 'scores = ["Baseline", "KNA"]'
-    loop = {"seeds": 1, "steps": 6, "batch": "batch_tokens = 1300", "data": "vocab_size = 280"}
-    return _written(folder / "qknorm.toml", QKNORM, first, "layers = 1, heads = 2", corpus, **loop)
-
-
-def realformer(folder: Path, texts: Path) -> str:
-    model = 'layers = 2, heads = 2, norm = "layer", train_length = 8'
-    loop = {"seeds": 1, "steps": 4, "data": "vocab_size = 260, test_fraction = 0.3"}
-    return _written(folder / "realformer.toml", REALFORMER, "", model, texts, **loop)
-
-
-def rmsnorm(folder: Path) -> str:
-    corpus = write_relations(folder / "documents", count=12)
-    loop = {"seeds": 2, "steps": 6, "data": "vocab_size = 120, max_tokens = 16"}
-    return _written(folder / "rmsnorm.toml", RMSNORM, "", "layers = 1, heads = 1", corpus, **loop)
-
-
-def _written(path: Path, own: str, first: str, model: str, corpus: Path, **loop: Any) -> str:
-    """Write a preset: `LOOP` filled in, then the study's `own` groups."""
-    loop = {"batch": "batch_size = 4", **loop}
-    path.write_text(first + LOOP.format(model=model, corpus=corpus, **loop) + own)
+def preset(study: str, tiny: Path, folder: Path) -> str:
+    """A preset for the study: `tiny`, or a file in `folder` with what it asks for itself."""
+    loop: dict[str, Any] = {"seeds": 1, "batch": "batch_size = 4"}
+    first = own = ""
+    if study == "qknorm":
+        pytest.importorskip("sacrebleu", reason="BLEU needs sacrebleu")
+        pytest.importorskip("sklearn", reason="the images are scikit-learn's")
+        first, own = 'scores = ["Baseline", "KNA"]', QKNORM
+        loop |= {"steps": 6, "batch": "batch_tokens = 1300", "data": "vocab_size = 280"}
+        loop |= {"model": "layers = 1, heads = 2", "corpus": multi_layout(folder / "pairs")}
+    elif study == "realformer":
+        own = REALFORMER
+        loop |= {"steps": 4, "data": "vocab_size = 260, test_fraction = 0.3"}
+        loop |= {"model": 'layers = 2, heads = 2, norm = "layer", train_length = 8'}
+        loop |= {"corpus": tiny.parent / "texts"}
+    elif study == "rmsnorm":
+        own = RMSNORM
+        loop |= {"seeds": 2, "steps": 6, "data": "vocab_size = 120, max_tokens = 16"}
+        loop |= {"model": "layers = 1, heads = 1"}
+        loop |= {"corpus": write_relations(folder / "documents", count=12)}
+    else:
+        return str(tiny)
+    path = folder / f"{study}.toml"
+    path.write_text(first + LOOP.format(**loop) + own)
     return str(path)
 
 
-FEW: dict[str, Any] = {
-    "training.steps": 5,
-    "training.checkpoint_seconds": 0,
-    "evaluation.max_windows": 3,
-}
+LOOPED: dict[str, Any] = {"training.steps": 5, "training.checkpoint_seconds": 0}
+FEW: dict[str, Any] = {**LOOPED, "evaluation.max_windows": 3}
 CONTINUED: dict[str, Any] = {
     **FEW,
     "continued.steps": 4,
@@ -108,11 +109,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "window": FEW,
     "continue": {**CONTINUED, "continued.read": [1, 4, 8]},
     "retrofit": CONTINUED,
-    "mechanism": {
-        "training.steps": 5,
-        "training.checkpoint_seconds": 0,
-        "mechanism.max_windows": 4,
-    },
+    "mechanism": {**LOOPED, "mechanism.max_windows": 4},
     "realformer": {
         "sizes.small.rows": [
             *("PostLN", "RealFormer", "RealFormer-half", "ReZeroNoNorm", "RealFormer-from-PostLN")
@@ -123,10 +120,5 @@ VARIANTS: dict[str, tuple[str, ...]] = {"mechanism": ("Baseline", "KNA", "KNA-No
 
 
 def request(study: str, tiny: Path, folder: Path, out: Path) -> Request:
-    makers = {
-        "qknorm": lambda: qknorm(folder),
-        "realformer": lambda: realformer(folder, tiny.parent / "texts"),
-        "rmsnorm": lambda: rmsnorm(folder),
-    }
-    preset = makers[study]() if study in makers else str(tiny)
-    return Request(preset, VARIANTS.get(study), changes=CHANGES.get(study, {}), out=out)
+    changes = CHANGES.get(study, {})
+    return Request(preset(study, tiny, folder), VARIANTS.get(study), changes=changes, out=out)

@@ -12,13 +12,14 @@ import pytest
 
 from normattn.errors import InputError
 from normattn.lab.report.page import context
+from normattn.lab.report.tables import FilledTable
 from normattn.lab.report.view import View
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import Identity, concat, measurements, sums, with_identity
 from normattn.lab.studies import extend
 from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home_length
 from normattn.lab.studies.extend import complete
-from studies.conftest import run
+from studies.conftest import Command
 
 L, TOKENS = 8, 8
 NAMES = {"": "unmodified", "PI": "PI", "YaRN": "YaRN(factor=4)"}
@@ -65,11 +66,7 @@ def _lines(plain: Sequence[float], **methods: Sequence[float]) -> Losses:
     [
         (_lines((3.0, 4.0, 5.0), YaRN=(3.03, 3.0, 3.0), PI=(3.5, 3.5, 3.5)), "up to 32", "YaRN"),
         (_lines((3.0, 4.0, 5.0), YaRN=(3.0001, 3.2, 3.0), PI=(2.5, 3.0, 3.5)), "at 32", "YaRN"),
-        (
-            _lines((3.0, 4.0, 5.0, 6.0), YaRN=(2.7, 3.2, 3.0, 3.0), PI=(2.9, 3.0, 3.5, 3.5)),
-            "from 32 to 64",
-            "YaRN",
-        ),
+        (_lines((3, 4, 5, 6), YaRN=(2.7, 3.2, 3, 3), PI=(2.9, 3, 4, 4)), "from 32 to 64", "YaRN"),
         (_lines((3.0, 3.0, 3.0), YaRN=(3.1, 3.1, 3.1)), "at 32", None),
         (_lines((3.0, 3.0), YaRN=(3.0, 3.0 - 1.1 * LEAST_GAIN)), "up to 16", "YaRN"),
         (_lines((3.0, 3.0), YaRN=(3.0, 3.0 - 0.9 * LEAST_GAIN)), "at 16", None),  # too small a gain
@@ -83,24 +80,19 @@ def test_the_advice_names_the_lengths(losses: Losses, span: str, method: str | N
 
 
 def test_a_method_that_costs_is_for_longer_texts_alone() -> None:
-    costly, free = (
-        _advice(_lines((3.0, 4.0), YaRN=(at_l, 3.0))).sentences for at_l in (3.03, 2.97)
-    )
+    both = (_advice(_lines((3.0, 4.0), YaRN=(at_l, 3.0))) for at_l in (3.03, 2.97))
+    costly, free = (advice.sentences for advice in both)
     assert "+1.0 [" in costly[0]
     assert "-1.0 [" in free[0]
     assert (len(costly), len(free)) == (4, 3)
 
 
-def test_one_window_is_one_reading() -> None:
+def test_one_window_is_one_reading_and_lengths_are_read_in_all_windows() -> None:
     advice = _advice(_lines((3.0, 4.0), YaRN=(3.0, 3.0)), windows=1)
     assert advice.method is None
     assert "one window" in advice.sentences[-1]
-
-
-def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:
     frame = _frame(_lines((3.0, 4.0), YaRN=(3.1, 3.0)))
-    cut = frame.remove(method="YaRN", length=16, unit="window 2")
-    found = complete(cut, 3)
+    found = complete(frame.remove(method="YaRN", length=16, unit="window 2"), 3)
     assert set(found.select("method", "length").rows()) == {("", 8), ("", 16), ("YaRN", 8)}
 
 
@@ -109,46 +101,43 @@ def test_a_length_that_was_not_read_in_all_windows_is_left_out() -> None:
 )
 def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) -> None:
     """The training length, 8, or else what was read that comes nearest from below, or above."""
-    rows = [
-        with_identity(_identity("", length, LAST), [sums(LOSS.name, ["window 0"], [1.0], [1.0])])
-        for length in lengths
-    ]
-    assert home_length(View(concat(rows))) == known
+    loss = [sums(LOSS.name, ["window 0"], [1.0], [1.0])]
+    frame = concat(with_identity(_identity("", length, LAST), loss) for length in lengths)
+    assert home_length(View(frame)) == known
 
 
 # Several models and texts on one page: each row is what the page of its own folder says.
-
 LOSSES = {"a": _lines((3.0, 4.0), YaRN=(3.1, 3.2)), "b": _lines((2.0, 2.5), PI=(2.6, 2.7))}
 
 
 def _folder(place: Path, text: str, model: str = "model") -> Path:
     """What `extend` leaves: a configuration and a frame."""
     place.mkdir()
-    config = {
-        "model": f"/models/{model}.gguf",
-        "text": [f"/texts/{text}.txt"],
-        "windows": 3,
-        "train_length": 8,
-    }
-    stored = {"format": FORMAT, "kind": extend.KIND, "config": config}
+    config = {"model": f"/models/{model}.gguf", "text": [f"/texts/{text}.txt"]}
+    sizes = {"windows": 3, "train_length": 8}
+    stored = {"format": FORMAT, "kind": extend.KIND, "config": {**config, **sizes}}
     (place / "config.json").write_text(json.dumps(stored))
     measured = _frame(LOSSES[text]).with_columns(pl.lit(model).alias("row"))
     measurements.write(place / measurements.FILE, measured)
     return place
 
 
+def _texts(table: FilledTable) -> dict[str, dict[str, str]]:
+    """What each cell says, by the name of its row and the key of its column."""
+    keys, lines = [column.key for column in table.columns], table.cells
+    texts = [dict(zip(keys, (cell.text for cell in line), strict=True)) for line in lines]
+    return {line[0].text: named for line, named in zip(lines, texts, strict=True)}
+
+
 def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     places = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "b")]
     places.append(_folder(tmp_path / "3", "a", "other"))
     made = context(extend.GALLERY.page, extend.combine(places)).tables[0]
-    keys = [column.key for column in made.columns]
-    rows = {line[0].text: dict(zip(keys, line, strict=True)) for line in made.cells}
+    rows = _texts(made)
     alone = {}
-    for place, text, model in zip(places, "aba", ("model", "model", "other"), strict=True):
-        tables = {
-            t.key: t
-            for t in context(extend.STUDY.page, measurements.read(place / measurements.FILE)).tables
-        }
+    for place, of in zip(places, ("model, a", "model, b", "other, a"), strict=True):
+        own = context(extend.STUDY.page, measurements.read(place / measurements.FILE)).tables
+        tables = {table.key: _texts(table) for table in own}
         for key, column, here in (
             ("table", "loss_8", "loss_1"),
             ("table", "loss_16", "loss_2"),
@@ -156,26 +145,22 @@ def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
             ("cost", "change", "cost"),
             ("table", "parameters", "parameters"),
         ):
-            names = [each.key for each in tables[key].columns]
-            for line in tables[key].cells:
-                cell = dict(zip(names, line, strict=True))[column]
-                label = f"{model}, {text}.txt: {line[0].text}"
-                alone[label, here] = cell.text
-    assert {(label, key): rows[label][key].text for label, key in alone} == alone
+            for row, texts in tables[key].items():
+                alone[f"{of}.txt: {row}", here] = texts[column]
+    assert {(label, key): rows[label][key] for label, key in alone} == alone
     assert len(rows) == 6
-    assert rows["model, a.txt: YaRN"]["change"].text.startswith("+0.200")
-    assert made.notes[0].startswith("model on a.txt (3 windows, L = 8): YaRN (YaRN(factor=4))")
-    assert made.notes[1].startswith(
-        "model on b.txt (3 windows, L = 8): No method is clearly better"
-    )
+    assert rows["model, a.txt: YaRN"]["change"].startswith("+0.200")
+    on_a, on_b, _ = made.notes
+    assert on_a.startswith("model on a.txt (3 windows, L = 8): YaRN (YaRN(factor=4))")
+    assert on_b.startswith("model on b.txt (3 windows, L = 8): No method is clearly better")
 
 
 @pytest.mark.usefixtures("runs_here")
-def test_the_command_and_its_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_its_frame(tmp_path: Path, command: Command) -> None:
     places, out = [_folder(tmp_path / text, text) for text in "ab"], tmp_path / "all"
     pages = []
     for arguments in ([*places, "--out", out], [out]):
-        assert run("report", *arguments) == 0, capsys.readouterr()
+        command.done("report", *arguments)
         pages.append((out / "report.html").read_text())
     assert pages[0] == pages[1]
     assert "model, b.txt: PI" in (out / "table.md").read_text()
@@ -183,14 +168,14 @@ def test_the_command_and_its_frame(tmp_path: Path, capsys: pytest.CaptureFixture
     assert stored["kind"] == extend.GALLERY.name
     assert stored["config"]["model, a.txt"] == {"windows": 3, "train_length": 8}
     before = (places[0] / measurements.FILE).read_bytes()
-    assert run("report", *places, "--out", out, "--study", "reading") == 2
-    assert "leave --study out" in capsys.readouterr().err
-    assert run("report", *places) == 2
-    assert "another --out" in capsys.readouterr().err
-    assert (places[0] / measurements.FILE).read_bytes() == before
     (out / "config.json").write_text('{"format": 1, "kind": "keynorm", "config": {}}')
-    assert run("report", *places, "--out", out) == 2
-    assert "belongs to keynorm: give another --out" in capsys.readouterr().err
+    for options, said in (
+        (("--out", out, "--study", "reading"), "leave --study out"),
+        ((), "another --out"),
+        (("--out", out), "belongs to keynorm: give another --out"),
+    ):
+        assert said in command("report", *places, *options).last
+    assert (places[0] / measurements.FILE).read_bytes() == before
 
 
 def test_one_text_twice_is_refused(tmp_path: Path) -> None:

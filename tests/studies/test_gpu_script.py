@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -27,15 +26,11 @@ def gpu(out: Path, preset: Path, minutes: float) -> str:
 
 
 @pytest.mark.thorough
-def test_stopped_by_the_clock(tiny: Path, tmp_path: Path) -> None:
-    said = gpu(tmp_path, tiny, minutes=0.1)
-    assert "the time is over before kernels; run the same command to resume" in said
-    assert not (tmp_path / "kernels.json").exists()
-
-
-@pytest.mark.thorough
-def test_everything_is_done(tiny: Path, tmp_path: Path) -> None:
+def test_stopped_by_the_clock_and_then_all_done(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "gpu"
+    said = gpu(out, tiny, minutes=0.1)
+    assert "the time is over before kernels; run the same command to resume" in said
+    assert not (out / "kernels.json").exists()
     gpu(out, tiny, minutes=30)
     kernels = json.loads((out / "kernels.json").read_text())["kernels"]
     assert len(kernels) > 20
@@ -51,14 +46,8 @@ def test_everything_is_done(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("most", "steps", "warmup"), [(1e9, 2600, 260), (1300.7, 1300, 130), (70.0, 70, 7), (0, 1, 0)]
 )
-def test_a_shortened_training_warms_up_for_the_same_share(
-    most: float, steps: int, warmup: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = SourceFileLoader("gpu_script", str(SCRIPT))
-    script = module_from_spec(spec_from_loader("gpu_script", loader))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "gpu_script", script)  # its dataclass looks itself up
-    loader.exec_module(script)
-    whole = load("gpu-12m").training
-    fitting = script.steps_that_fit(whole["steps"], whole["schedule"]["warmup_steps"], most)
+def test_a_shorter_training_warms_up_for_its_share(most: float, steps: int, warmup: int) -> None:
+    script, whole = runpy.run_path(str(SCRIPT)), load("gpu-12m").training
+    fitting = script["steps_that_fit"](whole["steps"], whole["schedule"]["warmup_steps"], most)
     assert fitting == {"steps": steps, "schedule.warmup_steps": warmup}
     TrainingConfig.parse(merged(whole, fitting), "the shortened preset")

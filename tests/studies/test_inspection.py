@@ -23,16 +23,11 @@ from normattn.lab.training import train_model
 from normattn.lab.training.tasks.classification import ClassificationConfig, VisionTrainingConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.pretrained import load_any
-from undrawn import undraw
 
+pytestmark = pytest.mark.usefixtures("runs_here")
 LOOP: dict[str, Any] = {"steps": 2, "device": "cpu", "schedule": {"warmup_steps": 1}}
 MODEL: dict[str, Any] = {"dim": 8, "layers": 2, "heads": 2, "score": "KNA-RealFormer"}
 CHOICES: dict[str, Any] = {"windows": 3, "bins": 4, "max_tokens": 64}
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    undraw(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +35,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("looked-into")
 
 
+def trained(config: Any, run: Path) -> Path:
+    train_model(config, run, show_progress=False)
+    return run
+
+
 @pytest.fixture(scope="module")
-def translation(place: Path) -> TranslationConfig:
+def translation(place: Path) -> Path:
     data = {"corpus": str(multi_layout(place / "pairs")), "vocab_size": 280}
     fields = {**LOOP, "batch_tokens": 1300, "model": MODEL, "data": data}
-    config = TranslationConfig.parse(fields, "a test")
-    train_model(config, place / "translation", show_progress=False)
-    return config
+    return trained(TranslationConfig.parse(fields), place / "translation")
 
 
 @pytest.fixture(scope="module")
-def classification(place: Path) -> ClassificationConfig:
+def classification(place: Path) -> Path:
     corpus = str(write_relations(place / "relations", count=12))
     data = {"corpus": corpus, "vocab_size": 120, "max_tokens": 16}
     fields = {**LOOP, "batch_size": 4, "model": {**MODEL, "labels": 3}, "data": data}
-    config = ClassificationConfig.parse(fields, "a test")
-    train_model(config, place / "classification", show_progress=False)
-    return config
+    return trained(ClassificationConfig.parse(fields), place / "classification")
 
 
 def look(run: Path, out: Path, **choices: Any) -> pl.DataFrame:
@@ -73,12 +69,11 @@ def layers(measured: pl.DataFrame) -> list[str]:
     return [name for _, name in found]
 
 
-def read(run: Path, config: Any) -> tuple[Any, Any]:
+def read(run: Path) -> tuple[Any, Any]:
     """The model, and what is read of its data."""
-    model = load_any(run / "model")
-    return model, KINDS[RunDirectory.existing(run).kind][1](
-        config, Inspect(run=run, windows=3), model
-    )
+    stored, model = RunDirectory.existing(run), load_any(run / "model")
+    settings, inputs_of = KINDS[stored.kind]
+    return model, inputs_of(settings.parse(stored.config), Inspect(run=run, windows=3), model)
 
 
 def assert_entropies(measured: pl.DataFrame, weights: list[dict[str, torch.Tensor]]) -> None:
@@ -89,35 +84,33 @@ def assert_entropies(measured: pl.DataFrame, weights: list[dict[str, torch.Tenso
         assert by_head(measured, "entropy", layer) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_translator(place: Path, translation: TranslationConfig, tmp_path: Path) -> None:
-    run = place / "translation"
-    measured = look(run, tmp_path / "out", bins=1)
+def test_a_translator(translation: Path, tmp_path: Path) -> None:
+    measured = look(translation, tmp_path / "out", bins=1)
     assert [name.replace(".sublayer", "") for name in layers(measured)] == [
         *("encoder.0.mixer", "encoder.1.mixer"),
         *("decoder.0.mixer", "decoder.0.cross", "decoder.1.mixer", "decoder.1.cross"),
     ]
-    model, found = read(run, translation)
+    model, found = read(translation)
     weights = [attention_weights(model, row, found.read, found.length) for row in found.rows]
     assert_entropies(measured, weights)
     for name, alpha in weights[0].items():
         assert alpha.shape[1:] == tuple(map(len, found.words(name)))
 
 
-def test_what_a_translator_does_not_take(place: Path, tmp_path: Path) -> None:
+def test_what_a_translator_does_not_take(translation: Path, tmp_path: Path) -> None:
     for option, value in (("length", 4), ("text", tmp_path / "text.txt")):
         with pytest.raises(InputError, match=f"--{option} is for language models"):
-            look(place / "translation", tmp_path / "out", **{option: value})
+            look(translation, tmp_path / "out", **{option: value})
     with pytest.raises(InputError, match="layers 0 to 5"):
-        look(place / "translation", tmp_path / "out", attention="6,0")
+        look(translation, tmp_path / "out", attention="6,0")
 
 
-def test_a_classifier(place: Path, classification: ClassificationConfig, tmp_path: Path) -> None:
+def test_a_classifier(classification: Path, tmp_path: Path) -> None:
     """Padding counts for nothing: documents together are looked at as each alone."""
-    run = place / "classification"
-    measured = look(run, tmp_path / "out", cosines=True)
+    measured = look(classification, tmp_path / "out", cosines=True)
     assert measured["factor.texts"][0].startswith("3 validation documents of ")
     assert [len(by_head(measured, "entropy", layer)) for layer in (0, 1)] == [2, 2]
-    model, found = read(run, classification)
+    model, found = read(classification)
     alone = [row[row != 0] for row in found.rows]  # The padding is piece 0.
     assert len({len(row) for row in alone}) > 1
     assert_entropies(measured, [attention_weights(model, row, model, len(row)) for row in alone])
@@ -128,23 +121,17 @@ def test_a_vision_transformer(place: Path, tmp_path: Path) -> None:
     data = {"source": "digits", "max_images": 40}
     model = {**MODEL, "score": "KNA-NoPE", "patch": 4}
     fields = {**LOOP, "batch_size": 4, "model": model, "data": data}
-    config = VisionTrainingConfig.parse(fields, "a test")
-    train_model(config, place / "vision", show_progress=False)
-    measured = look(place / "vision", tmp_path / "out", attention="0,1")
+    vision = trained(VisionTrainingConfig.parse(fields), place / "vision")
+    measured = look(vision, tmp_path / "out", attention="0,1")
     assert measured["factor.texts"][0] == "3 validation images of digits"
     assert totals(measured, "entropy", 0)[1][0].tolist() == [3, 3, 6, 3]
     with pytest.raises(InputError, match="--text is for language models"):
-        look(place / "vision", tmp_path / "out", text=tmp_path / "text.txt")
+        look(vision, tmp_path / "out", text=tmp_path / "text.txt")
 
 
-def test_data_that_is_gone_is_one_sentence(
-    place: Path,
-    translation: TranslationConfig,
-    classification: ClassificationConfig,
-    tmp_path: Path,
-) -> None:
-    for name, data in (("translation", "pairs"), ("classification", "relations")):
+def test_missing_data(place: Path, translation: Path, classification: Path, tmp_path: Path) -> None:
+    for run, data in ((translation, "pairs"), (classification, "relations")):
         shutil.move(place / data, tmp_path / data)
         with pytest.raises(InputError, match=data):
-            look(place / name, tmp_path / "out")
+            look(run, tmp_path / "out")
         shutil.move(tmp_path / data, place / data)

@@ -28,9 +28,7 @@ from normattn.lab.sweep.launchers import Job, Launcher, Local, Needs, Outcome, r
 from normattn.lab.sweep.planner import SweepProgress
 from normattn.lab.sweep.run import Request
 from normattn.lab.sweep.runner import reproduce
-from studies.conftest import Start
 from studies.test_sweep import SECONDS, result, wait_for_training, wait_until
-from undrawn import undraw
 
 # Ray puts its workers behind everything else on a machine; the tests wait for them.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -121,15 +119,13 @@ COMMANDS = {
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's commands, and where their stand-ins keep the queue.
-
-    Results that lie in the folder are pickles: who reads one runs what it says.
-    """
+    """Slurm's commands, and where their stand-ins keep the queue."""
     from submitit.slurm.slurm import SlurmJob
 
     SlurmJob.watcher.clear()  # It knows jobs of other tests by these numbers.
     folder, planted = tmp_path / "slurm", tmp_path / "jobs" / ".submitit"
     planted.mkdir(parents=True)
+    # Results that lie in the folder are pickles: who reads one runs what it says.
     for number, task in itertools.product(range(95, 120), ("0", "0_0", "1_0")):
         (planted / f"{number}_{task}_result.pkl").write_bytes(b"cos\nabort\n(tR.")
     (folder / "queue").mkdir(parents=True)
@@ -199,9 +195,7 @@ def test_a_remote_job_interrupted_over_and_over_has_its_child_save(tmp_path: Pat
     assert saved.read_text() == "saved"
 
 
-def test_outcomes_tell_finished_diverged_failed_and_killed_apart(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_outcomes_tell_ends_of_every_kind_apart(launcher: Launcher, tmp_path: Path) -> None:
     """And every job computes on one thread."""
     say = "import os, sys; print('threads', os.environ['OMP_NUM_THREADS'], flush=True);"
     say += "print('normattn: why', file=sys.stderr);"
@@ -278,21 +272,15 @@ def test_at_the_end_of_its_time_a_job_saves_and_is_requeued(tmp_path: Path) -> N
     def when_ready(running: Any, ended: Any) -> None:
         if not warned and one.log.exists() and one.log.read_text().startswith("ready"):
             for process in psutil.Process().children(recursive=True):
-                if "submitit.core._submit" in command_line(process):
-                    process.send_signal(signal.SIGUSR2)
-                    warned.append(process.pid)
+                with suppress(psutil.NoSuchProcess):
+                    if "submitit.core._submit" in process.cmdline():
+                        process.send_signal(signal.SIGUSR2)
+                        warned.append(process.pid)
 
     ended = run_jobs([one], Slurm(cluster="local"), 1, Needs(), when_ready)
     assert len(warned) == 1
     assert [(outcome.code, outcome.message) for outcome in ended] == [(0, "")]
     assert (tmp_path / "state").read_text() == "saved"
-
-
-def command_line(process: psutil.Process) -> list[str]:
-    said: list[str] = []
-    with suppress(psutil.NoSuchProcess):
-        said = process.cmdline()
-    return said
 
 
 def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
@@ -301,21 +289,12 @@ def test_a_host_that_sees_other_folders_is_named(tmp_path: Path) -> None:
         remote()
 
 
-def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
-    tiny: Path, tmp_path: Path, cluster: Any, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("runs_here")
+def test_begun_by_slurm_it_survives_a_lost_node(tiny: Path, tmp_path: Path, cluster: Any) -> None:
     study, whole, out = find("keynorm"), tmp_path / "whole", tmp_path / "moved"
-    undraw(monkeypatch)
-    command = ("reproduce", "keynorm", "--preset", tiny, "--variants", "KNA-logn")
-    rest = ("--methods", "unmodified", "--set", "training.steps=1500", "--out", whole)
-    assert start(*command, *rest, cells_here=True).end().code == 0
-    request = Request(
-        preset=str(tiny),
-        variants=("KNA-logn",),
-        methods=("unmodified",),
-        out=out,
-        changes={"training.steps": 1500},
-    )
+    steps = {"training.steps": 1500}
+    request = Request(str(tiny), ("KNA-logn",), ("unmodified",), changes=steps, out=out)
+    assert reproduce(study, replace(request, out=whole)) == []
 
     with ThreadPoolExecutor() as beside:
         stopping = beside.submit(interrupt_once_training, out)
@@ -323,15 +302,14 @@ def test_begun_under_slurm_goes_on_under_ray_whose_node_is_lost(
             reproduce(study, replace(request, launcher=Slurm(cluster="local")))
         stopping.result()
 
-        before = {path: path.read_text() for path in out.glob("jobs/*/*/.lock")}
+        (lock,) = out.glob("jobs/*/*/.lock")
+        before = lock.read_text()
         # Of two cores: the job has no room on the first node.
-        losing = beside.submit(lose, cluster, [node(cluster, cpus=2) for _ in "ab"], out, before)
-        assert (
-            reproduce(study, replace(request, launcher=Ray(address=cluster.address, cpus=2))) == []
-        )
-        lock, holder = losing.result()
+        losing = beside.submit(lose, cluster, [node(cluster, cpus=2) for _ in "ab"], lock, before)
+        ray = Ray(address=cluster.address, cpus=2)
+        assert reproduce(study, replace(request, launcher=ray)) == []
     # The cell was begun again, elsewhere, by another process than the one that lost its node.
-    assert lock.read_text() != holder
+    assert len({before, losing.result(), lock.read_text()}) == 3
     assert result(out) == result(whole)
     metrics = "cells/KNA-logn/seed0/metrics.jsonl"
     assert (out / metrics).read_bytes() == (whole / metrics).read_bytes()
@@ -352,65 +330,39 @@ def interrupt_once_training(out: Path) -> None:
     psutil.Process(int(cell)).resume()
 
 
-def lose(cluster: Any, nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Path, str]:
-    """Take away the node of a cell in its middle; the cell's lock, and who held it."""
-    lost, lock, holder = wait_until(lambda: cell_on(nodes, out, before))
+def lose(cluster: Any, nodes: list[Any], lock: Path, before: str) -> str:
+    """Take away the node of a cell in its middle; who held its lock."""
+
+    def begun() -> str:
+        said = lock.read_text()  # This process holds it too, for a moment.
+        return "" if said == before or said.startswith(f"{os.getpid()} ") else said
+
+    holder: str = wait_until(begun)
     cell = psutil.Process(int(holder.split()[0]))
     cell.suspend()  # So that it cannot end before its node does.
+    above = {process.pid for process in cell.parents()}
+    (lost,) = (each for each in nodes if each.all_processes["raylet"][0].process.pid in above)
     cluster.remove_node(lost, allow_graceful=False)
     cell.resume()
-    return lock, holder
-
-
-def cell_on(nodes: list[Any], out: Path, before: dict[Path, str]) -> tuple[Any, Path, str] | None:
-    """A node that has a cell now, the cell's lock, and what that says."""
-    raylets = {each.all_processes["raylet"][0].process.pid: each for each in nodes}
-    for path in out.glob("jobs/*/*/.lock"):
-        said = path.read_text()
-        if not said or said == before.get(path):
-            continue
-        with suppress(psutil.NoSuchProcess):  # It ended meanwhile.
-            above = {process.pid for process in psutil.Process(int(said.split()[0])).parents()}
-            for raylet in above & raylets.keys():
-                if path.with_name("progress.json").exists():
-                    return raylets[raylet], path, said
-    return None
+    return holder
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("kind", "missing", "said"),
     [
-        ("slrum", {}, "no launcher is called 'slrum': did you mean slurm"),
-        ("slurm", {"partitoin": "gpu"}, "unknown field partitoin; did you mean partition"),
-        ("ray", {"gpus": -1}, "the ray launcher: gpus"),
+        (Slurm(), "submitit", r"slurm needs submitit: pip install 'normattn\[slurm\]'"),
+        (Ray(), "ray", r"ray needs ray: pip install 'normattn\[ray\]'"),
+        (Ray(address="127.0.0.1:9"), "", r"no Ray cluster answers at 127\.0\.0\.1:9"),
+        (Slurm(), "", "Slurm is not available here"),
     ],
 )
-def test_what_a_launcher_does_not_have_is_named(
-    name: str, settings: dict[str, Any], said: str
+def test_a_launcher_that_cannot_serve_is_one_sentence(
+    kind: Launcher, missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=said):
-        clusters.launcher(name, settings)
-
-
-@pytest.mark.parametrize(("kind", "needs"), [(Slurm(), "submitit"), (Ray(), "ray")])
-def test_a_missing_extra_is_one_sentence(
-    kind: Launcher, needs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, needs, None)
-    said = f"--launcher {kind.name} needs {needs}: pip install 'normattn\\[{kind.name}\\]'"
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match=said):
         run_jobs([job(tmp_path, "one", "pass")], kind, 1)
-
-
-def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no Ray cluster answers at 127\.0\.0\.1:9"):
-        run_jobs([job(tmp_path, "one", "pass")], Ray(address="127.0.0.1:9"), 1)
-
-
-def test_without_slurm_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="Slurm is not available here"):
-        run_jobs([job(tmp_path, "one", "pass")], Slurm(), 1)
 
 
 def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
@@ -427,46 +379,26 @@ def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
 
 
 # Child processes on this machine.
-
 WATCHES = """
-import sys, time
-sys.path[:0] = {path!r}
+import os, subprocess, sys, time
 from normattn.stopping import stop_with_parent
-stop_with_parent(int(sys.argv[1]))
+if len(sys.argv) == 2:
+    subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[1], str(os.getpid())])
+stop_with_parent(int(sys.argv[2]))
 print("ready", flush=True)
-time.sleep(30)
+time.sleep(60)
 """
 
 
-def test_children_of_a_killed_parent_stop_by_themselves(tmp_path: Path) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(WATCHES.format(path=sys.path))
-    parent = tmp_path / "parent.py"
-    parent.write_text(
-        "import os, subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid())],"
-        " stdout=subprocess.PIPE, start_new_session=True)\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "child.wait()\n"
-    )
-    with subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE) as process:
+def test_children_of_a_killed_parent_stop_by_themselves() -> None:
+    command = [sys.executable, "-c", WATCHES, WATCHES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        os.kill(pid, 0)
+        assert process.stdout.readline() == b"ready\n"
         process.kill()
-    deadline = time.monotonic() + 5
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _alive(pid)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended but that nobody waits for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        killed = time.monotonic()
+        assert process.stdout.read() == b""  # It ends when the last that could write has ended.
+    assert time.monotonic() - killed < 30
 
 
 SEES = """
@@ -490,25 +422,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
 
 
-def test_a_cell_sees_the_gpu_of_its_slot_alone(gpus: None, tmp_path: Path) -> None:
-    launcher = Local(devices=(4, "GPU-8932f937"))
-    assert launcher.slots(Needs(1, "cuda")) == 2
-    assert seen(tmp_path, 2, 2, launcher, "cuda") == ["4", "GPU-8932f937"]
-
-
-def test_cells_share_gpus_evenly_and_take_what_is_free(gpus: None, tmp_path: Path) -> None:
-    found = seen(tmp_path, 6, 4, Local(devices=(0, 1)), "auto")
-    assert found[:4] == ["0", "1", "0", "1"]
-    assert sorted(found[4:]) in (["0", "0"], ["0", "1"], ["1", "1"])
-
-
-def test_who_names_a_device_or_the_cpu_keeps_what_is_visible(
+def test_a_cell_sees_its_gpu_or_all(
     gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert seen(tmp_path, 1, 1, Local(), "cpu") == ["all"]
-    assert seen(tmp_path, 1, 1, Local(), "cuda:1") == ["all"]
-    assert Local().slots(Needs(1, "cuda:1")) == 1
+    assert seen(tmp_path / "own", 2, 2, Local(devices=(4, "GPU-89")), "cuda") == ["4", "GPU-89"]
+    shared = seen(tmp_path / "shared", 6, 4, Local(devices=(0, 1)), "auto")
+    assert shared[:4] == ["0", "1", "0", "1"]
+    assert sorted(shared[4:]) in (["0", "0"], ["0", "1"], ["1", "1"])
+    # Who names a device or the CPU keeps what is visible.
+    for device in ("cpu", "cuda:1"):
+        assert seen(tmp_path / device, 1, 1, Local(), device) == ["all"]
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("cuda:1", 2), ("auto", 0)])
@@ -520,20 +444,15 @@ def test_gpus_are_chosen_only_where_they_are_used(
         Local(devices=(0,)).slots(Needs(1, device))
 
 
-def test_slots_are_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_slots_are_gpus_or_shares_of_the_cores(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Local(devices=(4, "GPU-8932f937")).slots(Needs(1, "cuda")) == 2
+    assert Local().slots(Needs(1, "cuda:1")) == 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert launchers.visible_gpus() == ("0", "1", "2")
     assert Local().slots(Needs(4, "auto")) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7,2")
     assert launchers.visible_gpus() == ("5", "7", "2")
-    assert Local().slots(Needs(1, "cpu")) == launchers.available_cores()
-
-
-def test_slots_are_shares_of_the_cores_that_this_process_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setattr(launchers, "available_cores", lambda: 7)
     assert [Local().slots(Needs(n)) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]
 
