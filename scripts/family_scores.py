@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch
 import transformers
 
-from hf.matrix import PAGE, SCORES
-from hf.score_page import line, row
+from hf.matrix import PAGE, SCORES, score_line, score_row
 from hf.tiny import rotary_families
 
 HEAD = """{mark}
@@ -37,7 +36,7 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     before = PAGE.read_text("utf-8").split(SCORES)[0]
-    scores = page({family: row(family) for family in rotary_families()})
+    scores = page({family: score_row(family) for family in rotary_families()})
     PAGE.write_text(before + scores, encoding="utf-8")
     return 0
 
@@ -53,7 +52,7 @@ def page(rows: Mapping[str, Sequence[str]]) -> str:
         mark=SCORES, families=len(rows), read=sum(is_read(said) for said in rows.values())
     )
     lines = ["| family | score |", "| --- | --- |"]
-    lines += [line(family, rows[family]) for family in sorted(rows)]
+    lines += [score_line(family, rows[family]) for family in sorted(rows)]
     return head + "\n".join([*lines, ""])
 
 

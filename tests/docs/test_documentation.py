@@ -1,8 +1,9 @@
-"""The documentation and its site are true: Python runs, commands parse, links lead somewhere."""
+"""The documentation, its site and the examples are true: they run, parse and lead somewhere."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import runpy
 import shlex
@@ -10,13 +11,12 @@ import subprocess
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mkdocs.config import load_config
-from mkdocs.structure.files import Files
 
+import apart
 from normattn.cli.app import COMMANDS, main
 from normattn.lab.studies import COMMAND_STUDIES, find, names
 from normattn.score.parts import Slot
@@ -25,7 +25,6 @@ from normattn.score.parts import base as registry
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -47,16 +46,15 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield page.name, words
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that an example registers are forgotten again."""
     registry.parts()
     monkeypatch.setattr(registry, "_PARTS", dict(registry._PARTS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_runs(
-    page: Path, own_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No block raises; what a page says of a result stands in the block as an assertion."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": __name__}
@@ -64,12 +62,12 @@ def test_python_runs(
         exec(compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True), names)
 
 
-def test_there_is_something_to_test() -> None:
-    assert len(list(commands())) >= 8
-    assert sum(len(blocks(page, "python")) for page in PAGES) >= 6
+LINES = [*commands()]
+assert len(LINES) >= 8
+assert sum(len(blocks(page, "python")) for page in PAGES) >= 6
 
 
-@pytest.mark.parametrize(("page", "line"), list(commands()))
+@pytest.mark.parametrize(("page", "line"), LINES)
 def test_commands_are_understood(
     page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,32 +104,31 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
-def test_the_architecture_names_files_that_exist() -> None:
+def test_the_architecture_names_files_and_functions_that_exist() -> None:
+    """Each row of its two tables is a file, and functions or methods of it."""
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     library = ROOT / "src" / "normattn"
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", page)
-    assert len(named) > 15
+    rows = re.findall(r"^\| `([\w/]+)\.py` \| (`.+?) \|", page, re.MULTILINE)
+    assert min(len(named), len(rows)) > 15
     for name in named:
         assert (library / name).exists() or (library / "lab" / name).exists(), name
-
-
-def test_the_architecture_names_functions_that_exist() -> None:
-    """Each row of its two tables: a file, and functions or methods of it."""
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    steps = re.findall(r"^\| `([\w/]+)\.py` \| (`.+?) \|", page, re.MULTILINE)
-    assert len(steps) > 15
-    for file, functions in steps:
-        inside = "" if (ROOT / "src" / "normattn" / f"{file}.py").exists() else "lab."
+    for file, functions in rows:
+        inside = "" if (library / f"{file}.py").exists() else "lab."
         module = importlib.import_module(f"normattn.{inside}{file.replace('/', '.')}")
         for name in re.findall(r"`([\w.]+)`", functions):
             assert callable(attrgetter(name)(module)) or name.isupper(), (file, name)
 
 
-def test_the_table_of_types_is_that_of_the_registry() -> None:
+@pytest.fixture(scope="module")
+def site() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
+
+
+def test_the_table_of_types_is_that_of_the_registry(site: dict[str, Any]) -> None:
     """Made again by the site's own function: `python scripts/site_pages.py` writes it."""
-    made = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))
     page = (ROOT / "docs" / "scores.md").read_text("utf-8")
-    assert page == made["with_slot_table"](page), "run python scripts/site_pages.py"
+    assert page == site["with_slot_table"](page), "run python scripts/site_pages.py"
     rows = re.findall(r"^\| ([\w ]+) \| .* \| (`.*`) \|$", page, re.MULTILINE)
     assert [slot for slot, _ in rows] == list(Slot)
     shown = {name for _, names in rows for name in re.findall(r"`([^`]+)`", names)}
@@ -154,12 +151,6 @@ def test_ci_runs_the_second_command_of_the_readme(tmp_path: Path) -> None:
 
 
 # The site; building it whole is a check of its own.
-SITE_PAGES = ROOT / "scripts" / "site_pages.py"
-
-
-@pytest.fixture(scope="module")
-def site() -> dict[str, Any]:
-    return runpy.run_path(str(SITE_PAGES))
 
 
 def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
@@ -177,64 +168,54 @@ def test_a_part_page_tells_all_that_the_part_says(site: dict[str, Any]) -> None:
         assert said in page, said
 
 
-def test_a_study_page_tells_what_the_study_says(site: dict[str, Any]) -> None:
-    """Of every study of the library, and of those that commands measure."""
-    pages = dict(site["study_pages"]())
-    assert set(pages) == {f"study/{name}.md" for name in (*names(), *COMMAND_STUDIES)}
-    for name in (*names(), *COMMAND_STUDIES):
-        page, study = pages[f"study/{name}.md"], find(name)
+def test_the_site_has_every_study_part_and_command(site: dict[str, Any]) -> None:
+    """That each page of its navigation is made and each link leads somewhere: mkdocs --strict."""
+    pages, known = dict(site["study_pages"]()), (*names(), *COMMAND_STUDIES)
+    navigation = str(site["on_config"](load_config(str(ROOT / "mkdocs.yml"))).nav)
+    made = {*(f"study/{name}.md" for name in known), *(f"parts/{n}.md" for n in registry.parts())}
+    assert all(f"'{page}'" in navigation for page in made)
+    for name in known:
+        page, study = pages.pop(f"study/{name}.md"), find(name)
         assert page.startswith(f"# {name}\n\n{study.page.question}\n\n{study.help}\n")
         for table in study.page.tables:
             assert table.title in page or table.title[1:] in page
         lines = [f"normattn reproduce {name} {line}" for line, _ in study.examples]
         for line in lines if not study.made_by else [study.made_by]:
             assert line in page
-        for target in re.findall(r"\]\((\.\./[^)]+)\)", page):
-            assert (ROOT / "docs" / target).resolve().exists(), target
-
-
-def test_the_hook_makes_every_page_that_it_adds_to_the_navigation(
-    site: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What mkdocs calls, on a configuration of mkdocs: pages of parts are made without figures."""
-    config = load_config(str(ROOT / "mkdocs.yml"))
-    known = site["parts"]()
-    drawn = [("parts/index.md", ""), *((f"parts/{name}.md", "") for name in known)]
-    monkeypatch.setitem(site["on_files"].__globals__, "part_pages", lambda: iter(drawn))
-    monkeypatch.setattr(config.plugins, "_current_plugin", "site_pages", raising=False)
-    by_hand = set(_pages(config.nav or []))
-    site["on_config"](config)
-    files = site["on_files"](Files([]), config)
-    made = {file.src_uri for file in files}
-    kept = {path.name for path in (ROOT / "docs").glob("*.md")}
-    linked = set(_pages(config.nav or []))
-    assert linked <= made | kept
-    added = linked - by_hand
-    assert {f"study/{name}.md" for name in (*names(), *COMMAND_STUDIES)} <= added & made
-    assert {f"parts/{name}.md" for name in known} <= added
-    assert {"index.md", "cli.md", "CONTRIBUTING.md", "results/README.md"} <= made
-    assert "results/bridge/figures/factors.png" in made
-    commands = next(file.content_string for file in files if file.src_uri == "cli.md")
+    assert not pages
+    _, commands = site["command_page"]()
     assert commands.count("\n## normattn ") == len(site["COMMANDS"])
     for option in ("--emit", "--against", "--multiples", "--seeds"):
         assert option in commands
 
 
-def _pages(entry: Any) -> Iterator[str]:
-    if isinstance(entry, str):
-        yield entry
-    else:
-        for each in entry.values() if isinstance(entry, dict) else entry:
-            yield from _pages(each)
+# The examples.
+EXAMPLES = ROOT / "examples"
+SCRIPTS = {
+    "exploding_logits": "QKRMSNorm",
+    "key_shards": "",
+    "one_page": "equal to 1e-12",
+    "own_score": "kernel:",
+    "read_further": "with ReRoPE",
+    "rescue_llama": "extended with YaRN",
+}
+"""The scripts, and what each prints at its end. Each asserts what it shows."""
 
 
-def test_links_of_guides_are_bent_to_the_site(site: dict[str, Any]) -> None:
-    text = "[a](../results/x.md) [b](../development/log.md)"
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_a_script_runs(name: str) -> None:
+    path = EXAMPLES / f"{name}.py"
+    ended = apart.run(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
+    assert ended.code == 0, ended.err
+    assert SCRIPTS[name] in ended.out
 
-    def bent(place: str) -> str:
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
-        said: str = site["on_page_markdown"](text, page)
-        return said
 
-    assert bent("studies.md") == "[a](results/x.md) [b](development/log.md)"
-    assert bent("study/window.md") == "[a](../results/x.md) [b](../development/log.md)"
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((EXAMPLES / "scores.ipynb").read_text("utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for number, source in enumerate(code):
+        exec(compile(source, f"scores.ipynb, code cell {number}", "exec"), names)
+    assert len(code) >= 4
+    assert "trained as CosA-logn and extended with YaRN" in capsys.readouterr().out
+    assert all(not cell.get("outputs") for cell in cells)

@@ -4,28 +4,66 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import normattn
 from cli.conftest import Command
+from hostile.foreign import write_model
 from normattn import InputError
 from normattn.cli.harness import TASKS, NormattnLM
 from normattn.cli.harness_tasks import retrieval_documents, segment_documents
 from normattn.lab.data.retrieval import TASKS as RETRIEVAL
 from normattn.lab.data.tokeniser import Tokeniser
-
-from .conftest import by_hand, logits_of
+from normattn.models import load_model
 
 TEXTS = ("word1 word2", "word3", "word4 word5 word6 word7 word8 word9")
 PAIR = (TEXTS[2], " word1")
+
+
+@pytest.fixture(scope="module")
+def llama(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the run's tokeniser."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes: Any = {"vocab_size": 260, "hidden_size": 16, "max_position_embeddings": 8}
+    write_model(folder, **sizes, initializer_range=0.5, bos_token_id=0, eos_token_id=0)
+    made: Any = transformers.PreTrainedTokenizerFast
+    file = str(run / "tokeniser.json")
+    made(tokenizer_file=file, eos_token="<|doc|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["run", "pretrained"])
+def named(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The model arguments of each kind of model."""
+    folder = request.getfixturevalue("run" if request.param == "run" else "llama")
+    return {request.param: str(folder)}
+
+
+def logits_of(arguments: dict[str, Any]) -> Callable[[Any], Any]:
+    """The bare model that the arguments name, in float64 unless they say otherwise."""
+    dtype = getattr(torch, arguments.get("dtype", "float64"))
+    if "run" in arguments:
+        return load_model(Path(arguments["run"]) / "model").to(dtype).eval()
+    auto: Any = transformers.AutoModelForCausalLM
+    found = auto.from_pretrained(arguments["pretrained"], dtype=dtype)
+    return lambda ids: found(ids).logits
+
+
+def by_hand(logits: Any, tokens: list[int], scored: int) -> tuple[float, bool]:
+    """Log-likelihood of the last `scored` tokens, and whether each is the likeliest."""
+    with torch.no_grad():
+        known = logits(torch.tensor([tokens]))[0, :-1].double().log_softmax(-1)[-scored:]
+    goal = torch.tensor(tokens[-scored:])
+    return float(known[range(scored), goal].sum()), bool((known.argmax(-1) == goal).all())
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
@@ -73,15 +111,15 @@ def test_whole_texts_are_read_in_windows(
     assert found[0] == pytest.approx(total, abs=1e-5)
 
 
+@torch.no_grad()
 def test_answers_are_greedy_and_end(named: dict[str, Any], run: Path) -> None:
     tokeniser, logits = Tokeniser.load(run / "tokeniser.json"), logits_of(named)
     expected = []
     for text in TEXTS:
         tokens = tokeniser.encode(text)
         first = len(tokens)
-        while len(tokens) < first + 6:
-            with torch.no_grad():
-                token = int(logits(torch.tensor([tokens]))[0, -1].argmax())
+        for _ in range(6):
+            token = int(logits(torch.tensor([tokens]))[0, -1].argmax())
             if token == 0:
                 break
             tokens.append(token)
@@ -100,23 +138,18 @@ def test_methods_change_what_is_past_the_training_length(
     run: Path, llama: Path, tmp_path: Path
 ) -> None:
     """And a saved model keeps its method."""
-    ways: list[dict[str, Any]] = [
-        {"method": "YaRN", "factor": 8},
-        {"method": "ReRoPE", "window": 4},
-    ]
+    ways: list[dict[str, Any]] = [{"method": "YaRN", "factor": 8}]
+    ways.append({"method": "ReRoPE", "window": 4})
     for named in ({"run": str(run)}, {"pretrained": str(llama)}):
         plain = likelihood(PAIR, **named)
         for way in ways:
             assert abs(likelihood(PAIR, **named, **way) - plain) > 1e-5
     for way in ways:
-        folder = tmp_path / way["method"]
-        parameters = {name: value for name, value in way.items() if name != "method"}
-        loaded = normattn.hf.load(llama)[0]
-        with normattn.extend(loaded, way["method"], **parameters):
-            loaded.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(llama / name, folder / name)
-        saved = str(folder)
+        saved = str(tmp_path / way["method"])
+        loaded, tokeniser = normattn.hf.load(llama)
+        tokeniser.save_pretrained(saved)
+        with normattn.extend(loaded, **way):
+            loaded.save_pretrained(saved)
         assert likelihood(PAIR, pretrained=saved) == likelihood(PAIR, pretrained=str(llama), **way)
         assert likelihood(PAIR, pretrained=saved, method="unmodified") == plain
         with pytest.raises(InputError, match="train_length is 7"):
@@ -147,34 +180,51 @@ def test_what_would_be_cut_is_not_scored(named: dict[str, Any]) -> None:
         model(**named, max_length=8).generate_until(prompt, disable_tqdm=True)
 
 
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({}, "either run=RUN or pretrained=FOLDER"),
+    ({"run": "a", "pretrained": "b"}, "either run=RUN or pretrained=FOLDER"),
+    ({"run": "gone"}, "gone"),
+    ({"pretrained": "."}, "config.json"),
+    ({"runn": 1, "run": "RUN"}, "runn"),
+    ({"run": "RUN", "factor": 2}, "factor"),
+    ({"run": "RUN", "method": "YaRN", "windw": 2}, "windw"),
+    ({"pretrained": "LLAMA", "windw": 2}, "windw"),
+    ({"run": "RUN", "method": "YARN"}, "did you mean YaRN"),
+    ({"run": "RUN", "method": "YaRN", "factor": 0.5}, "at least 1, but it is 0.5"),
+    ({"run": "RUN", "gguf_file": "x"}, "gguf_file"),
+    ({"run": "RUN", "dtype": "int8"}, "dtype is 'int8'"),
+    ({"run": "RUN", "max_length": 0}, "max_length is 0"),
+]
+BAD_METADATA: list[tuple[dict[str, Any], str]] = [
+    ({}, "the tasks count tokens"),
+    ({"run": "RUN", "length": [64]}, "did you mean 'lengths'"),
+    ({"run": "RUN", "lengths": "64,128"}, "lengths"),
+    ({"run": "RUN", "lengths": [1, 128]}, "lengths"),
+    ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
+    ({"run": "RUN", "samples": 0}, "samples: Input should be greater than or equal to 1, got 0"),
+    ({"run": "RUN", "seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
+    ({"run": "RUN", "join": "no"}, "join: "),
+    ({"run": "RUN", "text": "gone.txt"}, "'gone.txt' does not exist"),
+    ({"tokenizer": "/gone"}, "/gone does not exist"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("use", "given", "expected"),
     [
-        ({}, "either run=RUN or pretrained=FOLDER"),
-        ({"run": "a", "pretrained": "b"}, "either run=RUN or pretrained=FOLDER"),
-        ({"run": "gone"}, "gone"),
-        ({"pretrained": "."}, "config.json"),
-        ({"runn": 1, "run": "RUN"}, "runn"),
-        ({"run": "RUN", "factor": 2}, "factor"),
-        ({"run": "RUN", "method": "YaRN", "windw": 2}, "windw"),
-        ({"pretrained": "LLAMA", "windw": 2}, "windw"),
-        ({"run": "RUN", "method": "YARN"}, "did you mean YaRN"),
-        ({"run": "RUN", "method": "YaRN", "factor": 0.5}, "at least 1, but it is 0.5"),
-        ({"run": "RUN", "gguf_file": "x"}, "gguf_file"),
-        ({"run": "RUN", "dtype": "int8"}, "dtype is 'int8'"),
-        ({"run": "RUN", "max_length": 0}, "max_length is 0"),
+        *((lambda given: NormattnLM(**given), *case) for case in BAD_ARGUMENTS),
+        *((segment_documents, *case) for case in BAD_METADATA),
     ],
 )
-def test_arguments_that_cannot_be(
-    run: Path, llama: Path, arguments: dict[str, Any], expected: str
+def test_what_cannot_be(
+    use: Callable[[Any], Any], given: dict[str, Any], expected: str, run: Path, llama: Path
 ) -> None:
     places = {"RUN": str(run), "LLAMA": str(llama)}
-    given = {key: places.get(str(value), value) for key, value in arguments.items()}
+    given = {key: places.get(str(value), value) for key, value in given.items()}
     with pytest.raises(InputError, match=re.escape(expected)):
-        NormattnLM(**given)
+        use(given)
 
 
-# Our tasks.
 @pytest.mark.parametrize("task", RETRIEVAL)
 def test_retrieval_can_be_solved_from_its_text(run: Path, task: str) -> None:
     """By looking up every asked name among the lines of the text."""
@@ -204,30 +254,6 @@ def test_the_last_segment_stays_the_same(llama: Path, corpus: Path) -> None:
     with pytest.raises(InputError, match="no document of the test split"):
         segment_documents({**named, "lengths": [4096]})
     assert segment_documents({**named, "lengths": [4096], "join": True, "samples": 1})
-
-
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [
-        ({}, "the tasks count tokens"),
-        ({"run": "RUN", "length": [64]}, "did you mean 'lengths'"),
-        ({"run": "RUN", "lengths": "64,128"}, "lengths"),
-        ({"run": "RUN", "lengths": [1, 128]}, "lengths"),
-        ({"run": "RUN", "lengths": [96, 100]}, "in whole segments of 48 tokens, got 100"),
-        (
-            {"run": "RUN", "samples": 0},
-            "samples: Input should be greater than or equal to 1, got 0",
-        ),
-        ({"run": "RUN", "seed": -1}, "seed: Input should be greater than or equal to 0, got -1"),
-        ({"run": "RUN", "join": "no"}, "join: "),
-        ({"run": "RUN", "text": "gone.txt"}, "'gone.txt' does not exist"),
-        ({"tokenizer": "/gone"}, "/gone does not exist"),
-    ],
-)
-def test_metadata_that_cannot_be(run: Path, metadata: dict[str, Any], expected: str) -> None:
-    given = {key: str(run) if value == "RUN" else value for key, value in metadata.items()}
-    with pytest.raises(InputError, match=re.escape(expected)):
-        segment_documents(given)
 
 
 def test_the_tasks_run_without_a_network(

@@ -15,55 +15,39 @@ LENGTH, VOCABULARY = 8, tiny.VOCABULARY
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
 _SIZES |= {"max_position_embeddings": LENGTH}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_HALF = {**_PLAIN, "partial_rotary_factor": 0.5}
+_TWO = {"sliding_attention": {**_PLAIN, "rope_theta": 100.0}, "full_attention": _PLAIN}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 6}
 # What a configuration has beside that of every family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 8},
     "Mistral": {"head_dim": 8},
-    "Qwen2": {
-        "use_sliding_window": True,
-        "sliding_window": 6,
-        "layer_types": ["full_attention", "sliding_attention"],
-    },
+    "Qwen2": {**_WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "Gemma": {"num_key_value_heads": 1},
     "Gemma2": {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "attn_implementation": "eager",
     },
-    "Gemma3": {
-        "rope_parameters": {
-            "sliding_attention": {**_PLAIN, "rope_theta": 100.0},
-            "full_attention": _PLAIN,
-        }
-    },
+    "Gemma3Text": {"rope_parameters": _TWO},
     "SmolLM3": {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2},
     "Granite": {"attention_multiplier": 0.2},
     "Cohere": {"use_qk_norm": True},
-    "Glm4": {"head_dim": 8, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}},
-    "GPTNeoX": {
-        "num_key_value_heads": 4,
-        "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
-    },
+    "Glm4": {"head_dim": 8, "rope_parameters": _HALF},
+    "GPTNeoX": {"num_key_value_heads": 4, "rope_parameters": _HALF},
     "GptOss": {"rope_parameters": _PLAIN, "attn_implementation": "eager"},
 }
 
 
-def _particular(family: str, more: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model type in transformers, and what its configuration has beside that of `tiny`."""
-    kind = getattr(transformers, f"{family.replace('Gemma3', 'Gemma3Text')}Config").model_type
-    return kind, {**_SIZES, **FAMILIES.get(family, {}), **more}
-
-
 def configuration(family: str, **more: Any) -> Any:
     """The configuration of a tiny model."""
-    kind, own = _particular(family, more)
-    return tiny.configuration(kind, **own)
+    kind = getattr(transformers, f"{family}Config").model_type
+    return tiny.configuration(kind, **{**_SIZES, **FAMILIES.get(family, {}), **more})
 
 
 def build(family: str, **more: Any) -> Any:
     """A model whose attention is far from even, so that a wrong position shows."""
-    kind, own = _particular(family, more)
-    return tiny.build(kind, **own)
+    return tiny.build_of(configuration(family, **more))
 
 
 @lru_cache
@@ -80,6 +64,6 @@ def tokens(rows: int = 2, length: int = 3 * LENGTH, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:
-    """The logits of one forward."""
-    found: Tensor = model(ids, **more).logits
+    """The logits of one forward, without a cache unless one is given."""
+    found: Tensor = model(input_ids=ids, **{"use_cache": False, **more}).logits
     return found

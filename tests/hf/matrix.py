@@ -1,10 +1,10 @@
-"""Which family is served by which method: every answer is tried on a tiny model, and checked."""
+"""Which family is served by which method, and which score it has: tried on tiny models."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 import normattn
-from normattn import InputError
+from normattn import InputError, score_of
+from normattn.hf.score_of import TOLERANCE, LayerScore
 
+from .families import logits
 from .tiny import LENGTH, VOCABULARY, build, configuration
 
 COUNT = 3 * LENGTH // 2
 METHODS: dict[str, dict[str, Any]] = {
-    "PI": {"factor": 4},
-    "NTK": {"factor": 4},
-    "NTK-mixed": {"factor": 4},
+    **{key: {"factor": 4} for key in ("PI", "NTK", "NTK-mixed")},
     "ABF": {"base": 3e7},
     "YaRN": {"factor": 4},
     "DynamicNTK": {},
@@ -50,17 +50,10 @@ def tokens(count: int = COUNT, rows: int = 2) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor) -> Tensor:
-    """Those of one forward without a cache."""
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
-
-
-@torch.no_grad()
 def stepwise(
     model: Any, ids: Tensor, steps: Iterable[int] = STEPS, cache: Any = None, **masks: Tensor
 ) -> Tensor:
-    """Those of a prefill, a longer step and single tokens; `masks` are of all tokens."""
+    """The logits of a prefill, a longer step and single tokens; `masks` are of all tokens."""
     given: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     found, at = [], 0
     for step in steps:
@@ -86,22 +79,21 @@ def row(family: str, methods: Iterable[str] = METHODS) -> dict[str, str]:
 
 
 def _try(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor, cached: bool) -> str:
+    said = SERVED
     try:
         wrong = _faults(family, model, name, ids, as_trained, cached)
     except InputError as refusal:
-        wrong = [] if torch.equal(logits(model, ids), as_trained) else ["is not undone"]
-        return "WRONG: " + "; ".join(wrong) if wrong else general(str(refusal))
-    return "WRONG: " + "; ".join(wrong) if wrong else SERVED
+        said, wrong = general(str(refusal)), []
+    if not torch.equal(logits(model, ids), as_trained):
+        wrong.append("is not undone")
+    return "WRONG: " + "; ".join(wrong) if wrong else said
 
 
 _GENERAL = (
     (r"^\w+ cannot be extended: ", ""),
     (r"^\w+For\w+ ", "the model "),
     (r"^layer \d+ of this model \(\w+\)", "a layer"),
-    (
-        r"^a layer reads \d+ keys of \d+ tokens: they",
-        "a layer has other keys than its tokens: they",
-    ),
+    (r"^a layer reads \d+ keys of \d+ tokens:", "a layer has other keys than its tokens:"),
     (r"and \S+ needs unscaled ones", "and the method needs unscaled ones"),
 )
 
@@ -126,8 +118,6 @@ def _faults(
         decoded = stepwise(model, ids) if cached else found
         if not _close(decoded, found):
             wrong.append("a cache gives other logits")
-    if not torch.equal(logits(model, ids), as_trained):
-        wrong.append("is not undone")
     if name in NOTHING:
         with normattn.extend(model, name, **{**length, **NOTHING[name]}):
             if not _close(logits(model, ids), as_trained):
@@ -152,19 +142,15 @@ def _has_cache(model: Any, ids: Tensor, as_trained: Tensor) -> bool:
         return False
 
 
-KINDS = {"YaRN": "yarn", "PI": "linear"}
-
-
 def native(family: str, model: Any, name: str, ids: Tensor, as_trained: Tensor) -> Tensor | None:
     """The logits of the same weights with transformers' own scaling; None where it has none."""
-    if name not in KINDS:
-        return None
+    kind = {"YaRN": "yarn", "PI": "linear"}.get(name)
     config = configuration(family)
     text = config.get_text_config()
     given = getattr(text, "rope_parameters", None)
-    if not isinstance(given, Mapping):
+    if kind is None or not isinstance(given, Mapping):
         return None
-    text.rope_parameters = _scaled(given, KINDS[name])
+    text.rope_parameters = _scaled(given, kind)
     try:
         other = type(model)(config).eval()
         other.load_state_dict(model.state_dict())
@@ -178,9 +164,9 @@ def _scaled(given: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Rope parameters with this scaling on the layers that see everything."""
     if any(isinstance(each, Mapping) for each in given.values()):
         return {
-            name: _scaled(each, kind)
-            if isinstance(each, Mapping) and "sliding" not in name
-            else each
+            name: each
+            if "sliding" in name or not isinstance(each, Mapping)
+            else _scaled(each, kind)
             for name, each in given.items()
         }
     if given.get("rope_type", "default") != "default":
@@ -207,3 +193,41 @@ def read_page(path: Path = PAGE) -> dict[str, dict[str, str]]:
             answers = [SERVED if each == "●" else reasons[int(each) - 1] for each in cells[1:]]
             rows[cells[0]] = dict(zip(METHODS, answers, strict=True))
     return rows
+
+
+def score_row(family: str) -> tuple[str, ...]:
+    """What is said of each run of layers with one score; a sentence where nothing can be read."""
+    # Few enough keys for so short a text to leave others out.
+    more = {"keep_window_size": 6} if family == "doge" else {}
+    try:
+        read = score_of(build(family, **more))
+    except InputError as error:
+        return (f"all layers: not identified: {' '.join(str(error).split())}",)
+    return tuple(f"layer {layer.layer}: {_said(layer)}" for layer in read.layers)
+
+
+def _said(layer: LayerScore) -> str:
+    """The score; else what is missing, without the layer's name and what differs by processor."""
+    note = "" if layer.mask_note is None else f" ({layer.mask_note})"
+    if layer.verified:
+        return f"`{layer.spec}`{note}"
+    lacks = str(layer.lacks).partition("): ")[2]
+    agrees = layer.difference is not None and layer.difference < TOLERANCE
+    but = f"; otherwise `{layer.spec}`{note}" if agrees else ""
+    return "not identified: " + re.sub(r" by \S+ of its largest output", "", lacks) + but
+
+
+def score_line(family: str, said: Sequence[str]) -> str:
+    """The family's row of the table."""
+    return f"| {family} | {'<br>'.join(_short(said))} |"
+
+
+def _short(said: Sequence[str]) -> list[str]:
+    """One answer of all layers alone; else each answer once, with its layers."""
+    layers: dict[str, list[str]] = {}
+    for line in said:
+        where, _, score = line.partition(": ")
+        layers.setdefault(score, []).append(where.removeprefix("layer "))
+    if len(layers) == 1:
+        return list(layers)
+    return [f"layer {', '.join(dict.fromkeys(w))}: {score}" for score, w in layers.items()]

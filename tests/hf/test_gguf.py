@@ -1,7 +1,9 @@
-"""A GGUF file: its weights as transformers computes with them, extended, saved and loaded again."""
+"""Loading: a GGUF file, its weights as transformers computes with them; what cannot be loaded."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,22 @@ from normattn.hf import load
 from normattn.hf.llama_cpp import write_gguf
 from normattn.hf.load import read_configuration
 
+from . import tiny
 from .families import logits, tokens
 
 gguf = pytest.importorskip("gguf")
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
-SIZES["rms_norm_eps"] = 1e-5
+SIZES: dict[str, Any] = {"vocab_size": 65, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 _LAYER = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
 _LAYER |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 _LAYER |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"}
 _LAYER["ffn_norm"] = "post_attention_layernorm"
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LETTERS = [*map(chr, range(33, 97)), '!"']
+_WORDS = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size"}
+_WORDS |= {"block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size"}
+_WORDS |= {"head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads"}
+_WORDS |= {"layer_norm_rms_eps": "rms_norm_eps"}
 _PAIRS = {"attn_q": 4, "attn_k": 2}
 
 
@@ -37,22 +43,12 @@ def _turned(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def write(path: Path, letters: list[str], factors: list[float] | None = None) -> Any:
+def write(path: Path, letters: list[str] = LETTERS, factors: Sequence[float] | None = None) -> Any:
     """A GGUF of random weights in blocks of 8 bits; the model that has the same numbers."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(letters), tie_word_embeddings=False, initializer_range=0.2, **SIZES
-    )
-    model: Any = transformers.LlamaForCausalLM(config)
-    model.eval()
+    model = tiny.build("llama", **SIZES | {"vocab_size": len(letters)})
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(SIZES["max_position_embeddings"])
-    writer.add_embedding_length(SIZES["hidden_size"])
-    writer.add_block_count(SIZES["num_hidden_layers"])
-    writer.add_feed_forward_length(SIZES["intermediate_size"])
-    writer.add_head_count(SIZES["num_attention_heads"])
-    writer.add_head_count_kv(SIZES["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(SIZES["rms_norm_eps"])
+    for word, name in _WORDS.items():
+        getattr(writer, f"add_{word}")(getattr(model.config, name))
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(letters))
     writer.add_tokenizer_model("gpt2")
@@ -61,7 +57,7 @@ def write(path: Path, letters: list[str], factors: list[float] | None = None) ->
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     names = {**_WHOLE}
-    for layer in range(SIZES["num_hidden_layers"]):
+    for layer in range(model.config.num_hidden_layers):
         names |= {f"blk.{layer}.{a}": f"model.layers.{layer}.{b}" for a, b in _LAYER.items()}
     kind = gguf.GGMLQuantizationType.Q8_0
     for name, theirs in names.items():
@@ -84,10 +80,8 @@ def write(path: Path, letters: list[str], factors: list[float] | None = None) ->
 
 
 def test_a_gguf_is_read_extended_and_saved(tmp_path: Path) -> None:
-    letters = [*map(chr, range(33, 97)), '!"']
-    expected = write(tmp_path / "tiny.gguf", letters)
+    expected, ids = write(tmp_path / "tiny.gguf"), tokens(length=40)
     model, tokeniser = load(tmp_path / "tiny.gguf")
-    ids = tokens(length=40)
     torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=1e-4, atol=1e-5)
     assert tokeniser('!"#')["input_ids"] == [64, 2]
     half, _ = load(tmp_path / "tiny.gguf", dtype=torch.bfloat16)
@@ -99,25 +93,26 @@ def test_a_gguf_is_read_extended_and_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(again, ids), wanted)
 
 
-SCALED: list[dict[str, tuple[str, Any]]] = [
-    {"scaling.type": ("str", "yarn"), "scaling.factor": ("f32", 4.0)},
-    {"scaling.factor": ("f32", 4.0)},
-    {"scale_linear": ("f32", 4.0)},
-]
+SCALED: dict[str, dict[str, tuple[str, Any]]] = {
+    "yarn": {"scaling.type": ("str", "yarn"), "scaling.factor": ("f32", 4.0)},
+    "linear": {"scaling.factor": ("f32", 4.0)},
+    "old": {"scale_linear": ("f32", 4.0)},
+    "none": {"scaling.type": ("str", "none")},
+}
 
 
 def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers would read them as plain ones."""
-    letters = [*map(chr, range(33, 97)), '!"']
-    write(tmp_path / "plain.gguf", letters)
-    cases = []
-    for number, keys in enumerate(SCALED):
-        cases.append((tmp_path / f"keys{number}.gguf", "holds a (yarn|linear) scaling"))
-        changed = {f"llama.rope.{name}": value for name, value in keys.items()}
-        write_gguf(tmp_path / "plain.gguf", cases[-1][0], changed)
-    cases.append((tmp_path / "tensor.gguf", "holds rope_freqs.weight, which scales"))
-    write(cases[-1][0], letters, factors=[1, 1, 2, 4, 8, 8, 8, 8])
-    for file, why in cases:
+    write(tmp_path / "plain.gguf")
+    write(tmp_path / "tensor.gguf", factors=[1, 1, 2, 4, 8, 8, 8, 8])
+    for name, keys in SCALED.items():
+        changed = {f"llama.rope.{key}": value for key, value in keys.items()}
+        write_gguf(tmp_path / "plain.gguf", tmp_path / f"{name}.gguf", changed)
+    for name, why in (
+        *((name, "holds a (yarn|linear) scaling") for name in ("yarn", "linear", "old")),
+        ("tensor", "holds rope_freqs.weight, which scales"),
+    ):
+        file = tmp_path / f"{name}.gguf"
         for read in (load, read_configuration):
             with pytest.raises(InputError, match=why):
                 read(file)
@@ -125,6 +120,52 @@ def test_scaled_frequencies_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr(transformers.utils.hub, "cached_file", lambda *_, at=str(file), **__: at)
             with pytest.raises(InputError, match=why):
                 load("owner/name", file.name)
-    plain = {"llama.rope.scaling.type": ("str", "none")}
-    write_gguf(tmp_path / "plain.gguf", tmp_path / "none.gguf", plain)
     assert load(tmp_path / "none.gguf")[0].config.rope_parameters["rope_type"] == "default"
+
+
+def test_the_tokeniser_is_of_the_models_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    module = sys.modules[load.__module__]  # normattn.hf.load is the function
+    monkeypatch.setattr(module, "load_unmodified", lambda *_, **__: (None, None))
+    monkeypatch.setattr(module, "_loading_options", lambda *_: {})
+    auto = transformers.AutoTokenizer
+    monkeypatch.setattr(auto, "from_pretrained", lambda source, **options: options)
+    _, options = load(tmp_path, revision="old", token="secret", device_map="auto")
+    assert (options["revision"], options["token"]) == ("old", "secret")
+    assert "device_map" not in options
+    assert load("owner/name", subfolder="sub")[1] == {"subfolder": "sub"}
+
+
+def test_a_subfolder_holds_weights_and_tokeniser(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    letters = [*map(chr, range(33, 97)), '!"']
+    model = write(tmp_path / "sub" / "tiny.gguf", letters)
+    loaded, tokeniser = load(tmp_path, "tiny.gguf", subfolder="sub")
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    assert set(letters) <= tokeniser.get_vocab().keys()
+    with normattn.extend(loaded, "ReRoPE", window=8):
+        loaded.save_pretrained(tmp_path / "sub")
+    again = normattn.from_pretrained(str(tmp_path), subfolder="sub")
+    assert normattn.hf.extension_of(again).resolved.method == "ReRoPE(window=8)"
+    with pytest.raises(InputError, match="does not exist"):
+        load(tmp_path, subfolder="gone")
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    packed, empty = tmp_path / "model.gguf", tmp_path / "empty"
+    empty.mkdir()
+    packed.write_bytes(b"PK\x03\x04")
+    for place, file, config, why in (
+        (empty, None, None, "of transformers, and no GGUF file either"),
+        (packed, None, None, "is not a GGUF file"),
+        (tmp_path, "other.gguf", None, "there is no file"),
+        (packed, "other.gguf", None, "has no meaning"),
+        (tmp_path, None, "{}", "Unrecognized model"),
+        (tmp_path, None, '{"model_type": "llama"}', "safetensors"),
+    ):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        with pytest.raises(InputError, match=why):
+            load(place, gguf=file)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from functools import partial
+from operator import sub
 from typing import Any
 
 import pytest
@@ -15,27 +18,48 @@ from normattn import InputError, ScoreSpec
 from normattn.score.parts import rope_frequencies
 
 from .families import LENGTH, build, logits, model_of, tokens
-from .matrix import METHODS
-from .oracle import llama
+from .matrix import METHODS, stepwise
 from .tiny import build as tiny
 
-W, S, COUNT = 3, 2.5, 2 * LENGTH + 3
+W, COUNT = 3, 2 * LENGTH + 3
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+Relative = Callable[[int, int], float]
+Factor = Callable[[int], float]
 
 
-def _logn(n: int) -> float:
-    return max(1.0, math.log(n) / math.log(LENGTH))
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Pairs (m, m + d/2) of x (H, d) turned by angles (d/2,)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
 
-def _always(n: int) -> float:
-    return 1.0
+def _attend(
+    own: Any, relative: Relative, factor: Factor, theta: Tensor, hidden_states: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """A layer's attention, pair by pair.
+
+    The logit of row i and column j is ⟨R^relative(i, j) q_i, k_j⟩ · factor(i + 1) / √d.
+    """
+    q, k, v = (
+        projected(hidden_states[0]).unflatten(-1, (-1, own.head_dim)).transpose(0, 1)
+        for projected in (own.q_proj, own.k_proj, own.v_proj)
+    )
+    k, v = (x.repeat_interleave(own.num_key_value_groups, 0) for x in (k, v))
+    out = torch.zeros_like(q)
+    for i in range(q.shape[1]):
+        turned = [_turned(q[:, i], relative(i, j) * theta) for j in range(i + 1)]
+        scores = torch.stack([(x * k[:, j]).sum(-1) for j, x in enumerate(turned)], -1)
+        weights = (scores * factor(i + 1) / math.sqrt(own.head_dim)).softmax(-1)
+        out[:, i] = (weights[..., None] * v[:, : i + 1]).sum(1)
+    return own.o_proj(out.transpose(0, 1).flatten(1)[None]), None
 
 
-def _distance(i: int, j: int) -> float:
-    return i - j
-
-
-def _self_extend(i: int, j: int) -> float:
-    return i - j if i - j < W else i // 2 - j // 2 + W - W // 2
+def llama(model: Any, ids: Tensor, relative: Relative, factor: Factor, theta: Tensor) -> Tensor:
+    """Logits (T, V) of one row of tokens by the same weights in float64."""
+    exact = copy.deepcopy(model).double()
+    for layer in exact.model.layers:
+        layer.self_attn.forward = partial(_attend, layer.self_attn, relative, factor, theta)
+    return logits(exact, ids[None])[0]
 
 
 def _dual_chunk(i: int, j: int, size: int = 5, local: int = 3) -> float:
@@ -43,77 +67,52 @@ def _dual_chunk(i: int, j: int, size: int = 5, local: int = 3) -> float:
     return (i % size, min(i % size + size, last), last)[min(behind, 2)] - j % size
 
 
-def _dual_chunk_of_four(i: int, j: int) -> float:
-    return _dual_chunk(i, j, 4, 2)
-
-
-REGIMES: list[tuple[str, dict[str, Any], Callable[[int, int], float], Callable[[int], float]]] = [
-    ("ReRoPE", {"window": W}, lambda i, j: min(i - j, W), _always),
-    ("ReRoPE-logn+", {"window": W}, lambda i, j: min(i - j, W), _logn),
-    ("ReRoPE", {}, lambda i, j: min(i - j, LENGTH // 4), _always),
-    (
-        "LeakyReRoPE-logn+",
-        {"window": W, "s": S},
-        lambda i, j: i - j if i - j < W else W + (i - j - W) / S,
-        _logn,
+METHODS_BY_HAND: dict[str, Relative] = {
+    "ReRoPE(window=3)": lambda i, j: min(i - j, W),
+    "ReRoPE(window=3)-logn+": lambda i, j: min(i - j, W),
+    "ReRoPE": lambda i, j: min(i - j, LENGTH // 4),
+    "LeakyReRoPE(window=3,s=2.5)-logn+": lambda i, j: min(i - j, W + (i - j - W) / 2.5),
+    "SelfExtend(window=3,group=2)": lambda i, j: i - j if i - j < W else i // 2 - j // 2 + 2,
+    "DualChunk(size=5,local=3)": _dual_chunk,
+    "DualChunk(size=4,local=2)-logn+": partial(_dual_chunk, size=4, local=2),
+    "DualChunk(size=5,local=3,beyond=1)-YaRNTemperature": (
+        lambda i, j: _dual_chunk(i, j, 5, 4) if j < i // 5 * 5 else i - j
     ),
-    ("SelfExtend", {"window": W, "group": 2}, _self_extend, _always),
-    ("DualChunk", {"size": 5, "local": 3}, _dual_chunk, _always),
-    ("DualChunk-logn+", {"size": 4, "local": 2}, _dual_chunk_of_four, _logn),
-    (
-        "DualChunk-YaRNTemperature",
-        {"size": 5, "local": 3, "beyond": 1},
-        lambda i, j: _dual_chunk(i, j, 5, 4) if j < i // 5 * 5 else i - j,
-        lambda n: (1 + 0.1 * math.log(max(1.0, n / LENGTH))) ** 2,
-    ),
-    ("logn+", {}, _distance, _logn),
-]
+    **dict.fromkeys(("logn+", "YaRN(factor=3)-logn+", "ABF(base=300)", "PI(factor=3)"), sub),
+    **dict.fromkeys(("NTK(factor=3)", "NTK-mixed(factor=3)", "YaRN(factor=3)"), sub),
+}
+FACTORS: dict[str, Factor] = {
+    "logn+": lambda n: max(1.0, math.log(n) / math.log(LENGTH)),
+    "YaRNTemperature": lambda n: (1 + 0.1 * math.log(max(1.0, n / LENGTH))) ** 2,
+}
 
 
-SPECTRA: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(("PI", {"factor": 3}), ("ABF", {"base": 300.0}), ("NTK", {"factor": 3})),
-    *(("NTK-mixed", {"factor": 3}), ("YaRN", {"factor": 3})),
-)
-METHODS_BY_HAND = [*REGIMES, ("YaRN-logn+", {"factor": 3}, _distance, _logn)]
-METHODS_BY_HAND += [(method, values, _distance, _always) for method, values in SPECTRA]
-
-
-@pytest.mark.parametrize(("method", "values", "relative", "factor"), METHODS_BY_HAND)
-def test_methods_by_hand(
-    method: str,
-    values: dict[str, Any],
-    relative: Callable[[int, int], float],
-    factor: Callable[[int], float],
-) -> None:
+@pytest.mark.parametrize("method", METHODS_BY_HAND)
+def test_methods_by_hand(method: str) -> None:
     model, ids = model_of("Llama"), tokens(1, COUNT)
-    with normattn.extend(model, method, **values):
+    with normattn.extend(model, method):
         found = logits(model, ids)[0]
     theta, gain = rope_frequencies(8, 10000.0), 1.0
-    scaling = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH, **values).rope_scaling
+    scaling = ScoreSpec.parse(f"Baseline-{method}", train_length=LENGTH).rope_scaling
     if scaling is not None:
         theta, gain = scaling.inverse_frequencies(8, 10000.0, LENGTH), scaling.gain(LENGTH)
+    factor: Factor = FACTORS.get(method.split("-")[-1], lambda n: 1.0)
+    relative = METHODS_BY_HAND[method]
     expected = llama(model, ids[0], relative, lambda n: gain * factor(n), theta)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
-
-
-def _one_layer(**more: Any) -> Any:
-    return build("Llama", num_hidden_layers=1, **more)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
 
 
 def _by_token(model: Any, ids: Tensor) -> Tensor:
     """The last logits, the last tokens read one by one."""
-    with torch.no_grad():
-        out = model(ids[:, :-3], use_cache=True)
-        for at in range(ids.shape[1] - 3, ids.shape[1]):
-            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
-    found: Tensor = out.logits[:, -1]
-    return found
+    return stepwise(model, ids, (ids.shape[1] - 3, 1, 1, 1))[:, -1]
 
 
 def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
     """A prompt of three training lengths: one layer, the last block reads with its spectrum."""
     ids, dynamic = tokens(1, 3 * LENGTH), {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}
-    theirs, ours = _one_layer(rope_parameters=dynamic), _one_layer()
+    theirs, ours = (
+        build("Llama", num_hidden_layers=1, **more) for more in ({"rope_parameters": dynamic}, {})
+    )
     decoded = _by_token(theirs, ids)
     prefilled = logits(theirs, ids)
     assert (prefilled[:, -1] - decoded).abs().max() > 1e-3
@@ -126,68 +125,64 @@ def test_dynamic_agrees_with_itself_where_transformers_does_not() -> None:
         torch.testing.assert_close(_by_token(ours, ids), found[:, -1], rtol=0, atol=2e-5)
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": LENGTH}
+
+
 @pytest.mark.parametrize(
-    ("method", "values"), [("ReRoPE", {"window": W}), ("PI", {"factor": 2}), ("ABF", {"base": 1e6})]
+    ("method", "times", "far"),
+    [
+        ("ReRoPE(window=3)", 1.0, W),
+        ("PI(factor=2)", 0.5, COUNT),
+        ("ABF(base=1e6)", rope_frequencies(8, 1e6) / rope_frequencies(8, 1e4), COUNT),
+    ],
 )
 def test_scaled_frequencies_are_kept_or_scaled_once_more(
-    method: str, values: dict[str, Any]
+    method: str, times: float | Tensor, far: int
 ) -> None:
     """On llama3's spectrum a method multiplies what is there, and says so."""
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": LENGTH}
-    model, ids = build("Llama", rope_parameters=rope), tokens(1, COUNT)
+    model, ids = build("Llama", rope_parameters=LLAMA3), tokens(1, COUNT)
     theta = model.model.rotary_emb.inv_freq.double()
     assert not torch.allclose(theta, rope_frequencies(8, 10000.0))
-    times = {"ReRoPE": 1.0, "PI": 0.5}.get(
-        method, rope_frequencies(8, 1e6) / rope_frequencies(8, 1e4)
-    )
-    with normattn.extend(model, method, train_length=LENGTH, **values) as extension:
+    with normattn.extend(model, method, train_length=LENGTH) as extension:
         assert "on top of the model's own llama3 scaling" in str(extension.resolved)
         found = logits(model, ids)[0]
-    far = W if method == "ReRoPE" else COUNT
-    expected = llama(model, ids[0], lambda i, j: min(i - j, far), _always, theta * times)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    expected = llama(model, ids[0], lambda i, j: min(i - j, far), lambda n: 1.0, theta * times)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("method", "values"), [("ReRoPE-logn+", {"window": W}), ("DynamicNTK", {})]
-)
-def test_right_padding_and_holes_do_not_count(method: str, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["ReRoPE(window=3)-logn+", "DynamicNTK"])
+def test_right_padding_and_holes_do_not_count(method: str) -> None:
     """Three rows: a hole, padding on the right, a mask of every pair for the row without."""
     model, ids = model_of("Llama"), tokens(2, COUNT)
     mask = torch.ones_like(ids)
     mask[0, 4:7] = 0
     mask[1, -6:] = 0
-    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     whole = torch.ones(COUNT, COUNT, dtype=torch.bool).tril()[None, None]
-    with normattn.extend(model, method, **values):
-        found = logits(model, ids, attention_mask=mask, position_ids=counted)
-        for row in (0, 1):
-            real = mask[row].bool()
+    with normattn.extend(model, method):
+        found = logits(model, ids, **given)
+        for row, real in enumerate(mask.bool()):
             alone = logits(model, ids[row : row + 1, real])[0]
-            torch.testing.assert_close(found[row, real], alone, rtol=0, atol=1e-4)
-            run = logits(
-                model,
-                ids[row : row + 1],
-                attention_mask=mask[row : row + 1],
-                position_ids=counted[row : row + 1],
-            )
-            torch.testing.assert_close(run[0, real], alone, rtol=0, atol=1e-4)
+            torch.testing.assert_close(found[row, real], alone, **CLOSE)
+            one = {name: value[row : row + 1] for name, value in given.items()}
+            run = logits(model, ids[row : row + 1], **one)
+            torch.testing.assert_close(run[0, real], alone, **CLOSE)
         every_pair = logits(model, ids, attention_mask=whole)
-        torch.testing.assert_close(every_pair, logits(model, ids), rtol=0, atol=1e-4)
-        with torch.no_grad():
-            cache = model(ids[:, :-2], use_cache=True).past_key_values
-        rest = logits(model, ids[:, -2:], attention_mask=whole[:, :, -2:], past_key_values=cache)
-        torch.testing.assert_close(rest, every_pair[:, -2:], rtol=0, atol=1e-4)
+        torch.testing.assert_close(every_pair, logits(model, ids), **CLOSE)
+
+        def after(count: int, mask: Tensor) -> Tensor:
+            """The last tokens, read after the others under a mask of their pairs."""
+            with torch.no_grad():
+                cache = model(ids[:, :count], use_cache=True).past_key_values
+            return logits(model, ids[:, -2:], attention_mask=mask, past_key_values=cache)
+
+        rest = after(COUNT - 2, whole[:, :, -2:])
+        torch.testing.assert_close(rest, every_pair[:, -2:], **CLOSE)
         apart = whole[:, :, -1:].clone()
-        apart[..., COUNT // 2] = False
-        apart[..., COUNT - 1] = False
-        with torch.no_grad():
-            cache = model(ids[:, :-1], use_cache=True).past_key_values
-        odd = torch.cat((apart, whole[:, :, -1:]), -2)
-        with pytest.raises(normattn.InputError, match="positions of cached keys"):
-            logits(model, ids[:, -2:], attention_mask=odd, past_key_values=cache)
+        apart[..., [COUNT // 2, COUNT - 1]] = False
+        with pytest.raises(InputError, match="positions of cached keys"):
+            after(COUNT - 1, torch.cat((apart, whole[:, :, -1:]), -2))
 
 
 def test_layers_that_see_what_comes_are_refused_what_counts_from_the_past() -> None:

@@ -17,12 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from normattn.hf.rope_detection import has_rotary_module
 
 # Half typed by transformers: taken as Any.
-_AUTO: Any = AutoModelForCausalLM
+AUTO: Any = AutoModelForCausalLM
 LENGTH, VOCABULARY = 16, 64
 # The first pattern that the whole name of a field matches gives its value.
 SIZES: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?vocab(_size.*)?|encoder_hash_byte_group_vocab|ngram_vocab_size_base", VOCABULARY),
-    (r"hidden_size_per_layer_input", 8),
     (r"(backbone_|router_)?hidden_size(_global)?|n_embd|d_model|.*emb(edding)?_dim|lru_width", 64),
     (r"dim_model_base|ple_embed_dim|hc_lowrank|out_hidden_size|.*ffn.*(size|dim)|n_inner", 32),
     (r".*intermediate_size.*|shared_expert_size|mlp_dim|dff|dim_ff", 32),
@@ -30,15 +29,14 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"index_n_heads|num_mem_blocks|heads_per_ngram", 2),
     (r"(.*_)?(num|n)_(attention_|value_|mamba_)?heads?|.*_(num|n)_heads|n_mamba_heads", 4),
     (r"(decoder_|encoder_)?attention_heads|mamba_num_heads", 4),
-    (r".*_rank", 16),
+    (r".*_rank|(ssm_)?state_size|mamba_d_state", 16),
     (r"(.*_)?head_dim|kv_channels|d_kv|rotary_dim|d_head|attention_head_size|d_rel", 16),
     (r"mamba_d_head|mamba_headdim|mamba_head_dim", 32),
-    (r"state_size|ssm_state_size|mamba_d_state", 16),
-    (r"chunk_size|mamba_chunk_size", 8),
+    (r"hidden_size_per_layer_input|(mamba_)?chunk_size", 8),
     (r"(n_routed_|num_|num_local_|moe_num_|n_)experts|zero_expert_num", 4),
     (r"num_experts_per_tok(en)?|moe_top_?k|top_k_experts|top_k|moe_k", 2),
     (r"topk_group|n_group|num_expert_group|n_groups|mamba_n_groups|mamba_ngroups|o_groups", 1),
-    (r"(n|num|moe_num)_shared_experts", 1),
+    (r"(n|num|moe_num)_shared_experts|upsample_groups", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r"num_nextn_predict_layers|num_mtp_layers", 0),
     (r"(model_)?max_(position_embeddings|length|seq_len|sequence_length)", LENGTH),
@@ -46,11 +44,9 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"sliding_window(_size)?|window_size|local_attention.*|attention_chunk_size|floor_scale", 6),
     (r"index_topk|index_topk_blocks|index_block_size", 4),
     (r"query_pre_attn_scalar", 12),
-    (r"upsample_groups", 1),
     (r"pad_token_id|image_token_id|video_token_id|audio_token_id", 0),
-    (r"(bos|decoder_start)_token_id", 1),
+    (r"(bos|decoder_start|sep|cls)_token_id", 1),
     (r"eos_token_id", None),
-    (r"(sep|cls)_token_id", 1),
 )
 LAYERS = re.compile(
     r"num_(hidden_)?layers|n_layers?|(num_)?(encoder|decoder)_layers|depth|num_blocks"
@@ -70,8 +66,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("sliding", 10000.0), ("full", 50000.0))
         },
     },
     "codegen": {"n_head": 4, "rotary_dim": 8, "n_positions": 64, "n_ctx": 64},
@@ -88,10 +84,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS3,
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma4": {"text_config": _GEMMA4},
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified": {"text_config": _GEMMA4},
-    "gemma4_unified_text": _GEMMA4,
+    **{name: {"text_config": _GEMMA4} for name in ("gemma4", "gemma4_unified")},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _GEMMA4),
     "gptj": {"n_positions": 64},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     "hunyuan_v1_dense": _THETA,
@@ -120,19 +114,12 @@ NOT_ALONE = {
 }
 
 
-def families() -> list[str]:
-    """Every model type that transformers makes a causal language model of."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def rotary_families() -> list[str]:
     """Those whose tiny model holds rotary tables or frequencies; not those that cannot be built."""
     found = []
-    for family in families():
-        if family in NOT_ALONE:
-            continue
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - NOT_ALONE):
         with torch.device("meta"):
-            model = _AUTO.from_config(configuration(family))
+            model = AUTO.from_config(configuration(family))
         if not model.config.is_encoder_decoder and has_rotary_module(model):
             found.append(family)
     return found
@@ -152,14 +139,9 @@ def shrunk(kind: Any) -> dict[str, Any]:
     whole = kind()
     values = whole.__dict__
     count = next((v for k, v in values.items() if LAYERS.fullmatch(k)), 0)
-    lists = [
-        v
-        for k, v in values.items()
-        if isinstance(v, list | tuple) and len(v) == count and k not in ALIKE
-    ]
-    picked = _picked(
-        list(zip(*lists, strict=True)) or [None] * count, bool(values.get("num_kv_shared_layers"))
-    )
+    by_layer = {k: v for k, v in values.items() if isinstance(v, list | tuple) and len(v) == count}
+    types: list[Any] = [*zip(*(v for k, v in by_layer.items() if k not in ALIKE), strict=True)]
+    picked = _picked(types or [None] * count, bool(values.get("num_kv_shared_layers")))
     found: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = values.get(whole.attribute_map.get(field.name, field.name))
@@ -168,15 +150,14 @@ def shrunk(kind: Any) -> dict[str, Any]:
         elif LAYERS.fullmatch(field.name) and value is not None:
             found[field.name] = len(picked)
         elif isinstance(value, list | tuple) and value and len(value) == count:
-            size = [_size(field.name, value[i]) for i in picked]
-            found[field.name] = size
+            found[field.name] = [_size(field.name, value[i]) for i in picked]
         elif field.name.endswith("token_id") or (
             isinstance(value, int | list) and not isinstance(value, bool)
         ):
             size = _size(field.name, value)
             if size is not value:
                 found[field.name] = size
-    if whole.__dict__.get("num_key_value_heads") == whole.__dict__.get("num_attention_heads", 0):
+    if values.get("num_key_value_heads") == values.get("num_attention_heads", 0):
         found["num_key_value_heads"] = 4
     if values.get("num_kv_shared_layers"):
         found["num_kv_shared_layers"] = 2
@@ -201,10 +182,10 @@ def build(family: str, **more: Any) -> Any:
     return build_of(configuration(family, **more))
 
 
-def build_of(config: Any) -> Any:
+def build_of(config: Any, auto: Any = AUTO) -> Any:
     """A model whose attention is far from even, so that a wrong position shows."""
     torch.manual_seed(7)
-    model = _AUTO.from_config(config).eval()
+    model = auto.from_config(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
