@@ -7,7 +7,7 @@ import itertools
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -130,15 +130,14 @@ def test_saved_with_its_extension(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "Llava"])
 def test_the_class_that_was_saved_comes_back(kind: str, tmp_path: Path) -> None:
-    model, ids = build("Llama"), tokens()
-    if kind == "LlamaModel":
-        saved = model.model
-    elif kind == "Llava":
+    model, ids, classes = build("Llama"), tokens(), cast(Any, transformers)
+    saved = model.model
+    if kind == "Llava":
         vision = transformers.CLIPVisionConfig(**tiny.shrunk(transformers.CLIPVisionConfig))
         config = transformers.LlavaConfig(text_config=model.config, vision_config=vision)
-        model = saved = transformers.LlavaForConditionalGeneration(config).eval()
-    else:
-        model = saved = transformers.LlamaForSequenceClassification(model.config).eval()
+        model = saved = classes.LlavaForConditionalGeneration(config).eval()
+    elif kind != "LlamaModel":
+        model = saved = classes.LlamaForSequenceClassification(model.config).eval()
     with normattn.extend(model, "ReRoPE", window=3), torch.no_grad():
         extended = saved(ids)[0]
         saved.save_pretrained(tmp_path)

@@ -148,7 +148,9 @@ def test_a_subfolder_holds_weights_and_tokeniser(tmp_path: Path) -> None:
     with normattn.extend(loaded, "ReRoPE", window=8):
         loaded.save_pretrained(tmp_path / "sub")
     again = normattn.from_pretrained(str(tmp_path), subfolder="sub")
-    assert normattn.hf.extension_of(again).resolved.method == "ReRoPE(window=8)"
+    extension = normattn.hf.extension_of(again)
+    assert extension is not None
+    assert extension.resolved.method == "ReRoPE(window=8)"
     with pytest.raises(InputError, match="does not exist"):
         load(tmp_path, subfolder="gone")
 

@@ -179,7 +179,7 @@ def _realformer(sweep: Sweep, found: Tables, text: str) -> None:
         folder, config, prepare_tokens(config.data), lambda *_: None
     )
     first, again = (
-        select(each, {"statistic": "gradients_start"}).sort("layer", "unit")
+        each.filter(pl.col("statistic") == "gradients_start").sort("layer", "unit")
         for each in (stored, again)
     )
     assert first.equals(again)
