@@ -149,7 +149,8 @@ def family_model(family: str) -> Any:
 def family_logits(family: str, method: str) -> list[list[float]] | None:
     """(8, SHOWN) last logits of the family's tiny model under a method; None where refused."""
     import normattn
-    from hf.families import logits, tokens
+    from hf.families import logits
+    from hf.matrix import tokens
     from hf.tiny import LENGTH as trained
 
     model = family_model(family)
