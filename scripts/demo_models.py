@@ -1,9 +1,7 @@
 """Take the two models of `normattn demo` from a finished training, in bfloat16.
 
-    normattn reproduce keynorm --preset workstation-mha --set training.model.heads=1 \\
-        --set training.precision=fp32 --set evaluation.precision=fp32 \\
-        --set training.data.corpus=python-packages-2026 \\
-        --variants Baseline,KNA --methods "as is,YaRN,ReRoPE" --seeds 20, --out RUN
+    normattn reproduce keynorm --preset base --variants Baseline,KNA \\
+        --methods unmodified,YaRN,ReRoPE --seeds 20, --out RUN
     python scripts/demo_models.py RUN
 
 The frozen corpus has only text under the MIT, BSD, Apache and ISC licences.

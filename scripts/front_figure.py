@@ -2,7 +2,7 @@
 
     python scripts/front_figure.py
 
-It uses only the published measurements of `results/keynorm-workstation-onehead`.
+It uses only the published measurements of `results/keynorm-base`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from normattn.lab.stats import measurements
 from normattn.lab.studies import find
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "results" / "keynorm-workstation-onehead"
+FOLDER = ROOT / "results" / "keynorm-base"
 LABELS = {
     "Baseline": "plain RoPE",
     "KNA": "KeyNorm",

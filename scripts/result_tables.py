@@ -45,7 +45,7 @@ BLOCKS = {
     "PreLN": "gated attention unit under PreLN",
     "four times the training length": "trained at 512 tokens",
 }
-ONE_HEAD = "keynorm-workstation-onehead"
+BASE, GATED_UNIT, SOURCE = "keynorm-base", "keynorm-workstation", "kexue 9859"
 ARMS = {
     "KNA": "unchanged",
     "KNA, separate-qk": "linear W_q and W_k",
@@ -141,7 +141,7 @@ def changes(folder: str, names: Sequence[str]) -> str:
 
 def beside_the_post(text: str) -> str:
     """Accuracy at 8 L of the KeyNorm post's 32 rows on one kind of text, here and in the post."""
-    known = rows("keynorm-base", "source")
+    known = rows(BASE, "source")
     body = []
     for name in EIGHT:
         pairs = [known[f"{name}{method}"] for method in READINGS]
@@ -152,7 +152,7 @@ def beside_the_post(text: str) -> str:
 
 def order_of_the_post() -> str:
     """Spearman's rank correlation of these rows with the post's."""
-    known = rows("keynorm-base", "source")
+    known = rows(BASE, "source")
     shown = [known[f"{name}{method}"] for name in EIGHT for method in READINGS]
     body = []
     for text, title in (("repeated", "repeated text"), ("non_repeated", "held-out text")):
@@ -163,16 +163,22 @@ def order_of_the_post() -> str:
 
 
 def verdicts() -> str:
-    """Every claim about KNA in the three architectures."""
-    folders = ("keynorm-workstation-onehead", "keynorm-workstation-mha", "keynorm-workstation")
+    """Every claim about KNA that both architectures test."""
     claims = [
-        {claim["claim"]: claim for claim in published(folder)["claims"]} for folder in folders
+        {claim["claim"]: claim for claim in published(folder)["claims"]}
+        for folder in (BASE, GATED_UNIT)
     ]
     body = []
     for sentence in claims[0]:
+        if not _about_kna(sentence):
+            continue
         text = sentence.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
         body.append([text, *(_verdict(by_sentence.get(sentence)) for by_sentence in claims)])
-    return lines(["claim", "one head of 128", "four heads of 32", "gated unit"], body)
+    return lines(["claim", "one head of 128", "gated unit"], body)
+
+
+def _about_kna(sentence: str) -> bool:
+    return sentence.startswith(("KNA ", "the loss of KNA "))
 
 
 def _verdict(claim: Row | None) -> str:
@@ -184,13 +190,8 @@ def _verdict(claim: Row | None) -> str:
 
 
 def together() -> str:
-    """The post's confirmed claims, corrected in each report and over all four (Holm)."""
-    shown = {
-        ONE_HEAD: "one head of 128",
-        "keynorm-base": "one head of 128, fresh seeds",
-        "keynorm-workstation-mha": "four heads of 32",
-        "keynorm-workstation": "gated unit",
-    }
+    """How many of the post's claims that both reports test are confirmed, alone and jointly."""
+    shown = {BASE: "one head of 128", GATED_UNIT: "gated unit"}
     claims = [(folder, claim) for folder in shown for claim in published(folder)["claims"]]
     tests = [
         (number, verdict, p)
@@ -203,15 +204,20 @@ def together() -> str:
         for (number, verdict, _), p in zip(tests, adjusted, strict=True)
         if verdict == "confirmed" and p <= 0.05
     }
-    of_post = {c["claim"] for f, c in claims if f == ONE_HEAD and c["source"] == "kexue 9859"}
-    body = []
-    for folder, name in shown.items():
-        tested = {n: c for n, (f, c) in enumerate(claims) if f == folder and c["claim"] in of_post}
-        alone = sum(claim["verdict"] == "confirmed" for claim in tested.values())
-        body.append([name, str(len(tested)), str(alone), str(len(jointly & tested.keys()))])
-    return lines(
-        ["architecture", "claims", "confirmed", f"confirmed, of {len(claims)} together"], body
+    of_post = set.intersection(
+        *({c["claim"] for c in published(f)["claims"] if c["source"] == SOURCE} for f in shown)
     )
+    body = []
+    for kind, chosen in {"on `KNA`": set(filter(_about_kna, of_post)), "all": of_post}.items():
+        for folder, name in shown.items():
+            tested = {
+                n: c for n, (f, c) in enumerate(claims) if f == folder and c["claim"] in chosen
+            }
+            alone = sum(claim["verdict"] == "confirmed" for claim in tested.values())
+            both = len(jointly & tested.keys())
+            body.append([name, kind, str(len(tested)), str(alone), str(both)])
+    header = ["architecture", "which", "claims", "confirmed"]
+    return lines([*header, f"confirmed, of {len(claims)} together"], body)
 
 
 def copying() -> str:
@@ -223,7 +229,7 @@ def copying() -> str:
         ("KNA", "YaRN"): "`KNA` with YaRN",
         ("Baseline", "YaRN"): "`Baseline` with YaRN",
     }
-    path = ROOT / "results" / "keynorm-workstation-onehead" / "measurements.parquet"
+    path = ROOT / "results" / BASE / "measurements.parquet"
     seen = pl.read_parquet(path).filter(
         (pl.col("protocol") == "repeated") & (pl.col("statistic") == "accuracy_seen"),
         pl.col("of") > 0,
@@ -357,14 +363,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts": verdicts,
     "together": together,
     "copying": copying,
-    "onehead": partial(changes, "keynorm-workstation-onehead", KEYNORM),
-    "base": partial(changes, "keynorm-base", (*EIGHT, KEYNORM[3])),
+    "base": partial(changes, BASE, (*EIGHT, *KEYNORM[2:])),
     "post-held-out": partial(beside_the_post, "non_repeated"),
     "post-repeated": partial(beside_the_post, "repeated"),
     "post-order": order_of_the_post,
-    "newer": partial(changes, "keynorm-base", NEWER),
-    "mha": partial(changes, "keynorm-workstation-mha", KEYNORM),
-    "gau": partial(changes, "keynorm-workstation", (*EIGHT, *CONTROLS)),
+    "newer": partial(changes, BASE, NEWER),
+    "gau": partial(changes, GATED_UNIT, (*EIGHT, *CONTROLS)),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
     "bridge": partial(table, "bridge", ARM, BRIDGE, "unit"),
     "bridge-inside": inside,

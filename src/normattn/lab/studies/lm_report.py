@@ -196,10 +196,10 @@ def copying_columns(view: View) -> list[Column]:
 
 
 def in_short(view: View) -> list[str]:
-    """How much longer context changes accuracy: Baseline, the best scores, the best method.
+    """How much longer context changes accuracy: Baseline, KNA, the best scores, the best method.
 
     The best of the source's scores and of all others are those whose intervals begin highest: seeds
-    that differ widely are no lead.
+    that differ widely are no lead. A trained window, which has no distant context, is left out.
     """
     changes: dict[str, dict[str, Estimate]] = {}
     for row in rows_of(view.evaluated):
@@ -212,9 +212,9 @@ def in_short(view: View) -> list[str]:
     lengths = view.lengths("last_segment")
     lower = {row: e.value if e.low is None else e.low for row, e in unmodified.items()}
     scores = [row for row in lower if row in VARIANT_ORDER and row != "Baseline"]
-    reported = ["Baseline"] if "Baseline" in lower else []
-    for rows in (scores, [row for row in lower if row not in VARIANT_ORDER]):
-        reported += [max(rows, key=lower.__getitem__)] if rows else []
+    others = [row for row in lower if row not in VARIANT_ORDER and "SlidingWindow" not in row]
+    best_rows = [max(rows, key=lower.__getitem__) for rows in (scores, others) if rows]
+    reported = list(dict.fromkeys([*(r for r in ("Baseline", "KNA") if r in lower), *best_rows]))
     values = ", ".join(f"{row} {unmodified[row].value:+.1f}" for row in reported)
     sentences = [
         f"Change of accuracy when the context grows from {lengths[0]:,} to {lengths[-1]:,} tokens, "
