@@ -21,6 +21,7 @@ from scipy.stats import spearmanr
 from normattn.lab.stats import holm
 
 ROOT = Path(__file__).parents[1]
+NO_BREAK = "\N{NO-BREAK SPACE}"
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
@@ -186,7 +187,8 @@ def _verdict(claim: Row | None) -> str:
         return "–"
     verdict = claim["verdict"]
     word = f"**{verdict}**" if verdict == "contradicted" else verdict
-    return f"{word}, {interval('difference', sign=True)(claim)}"
+    # A line may break before the numbers, not between them.
+    return f"{word}, {interval('difference', sign=True)(claim).replace(' ', NO_BREAK)}"
 
 
 def together() -> str:
