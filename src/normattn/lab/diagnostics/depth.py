@@ -6,7 +6,7 @@ Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from normattn.kernels import AttentionInputs
 from normattn.kernels.stats import Observation, Observer, observing
 from normattn.lab.data.windows import MaskedSet
 from normattn.lab.diagnostics.attention import ResidualSum, attention_of
-from normattn.lab.evaluation.scorer import batches
 from normattn.models.masked_lm import MaskedLM
 from normattn.models.utils import without_dropout
 
@@ -50,7 +49,7 @@ def measure_depth(
     widths = {"variance": layers + 1, "entropy": layers}
     widths |= dict.fromkeys(("agreement", "agreement_mean"), layers - 1)
     sums = {name: np.zeros((count, width)) for name, width in widths.items()}
-    for rows in batches(len(texts), max(1, tokens_per_batch // texts.length)):
+    for rows in _batches(texts, max(1, tokens_per_batch // texts.length)):
         statistics = _TextStatistics()
         with torch.no_grad(), without_dropout(model), observing(statistics):
             ids = torch.from_numpy(texts.rows.ids[rows]).to(device)
@@ -70,7 +69,7 @@ def layer_gradients(model: MaskedLM, texts: MaskedSet, rows: int) -> list[list[f
         return []
     device = next(model.parameters()).device
     gradients = []
-    for chosen in batches(len(texts), rows):
+    for chosen in _batches(texts, rows):
         model.zero_grad(set_to_none=True)
         batch = (torch.from_numpy(array[chosen]).to(device) for array in texts.rows)
         with without_dropout(model):
@@ -79,6 +78,10 @@ def layer_gradients(model: MaskedLM, texts: MaskedSet, rows: int) -> list[list[f
         gradients.append([float(torch.nn.utils.get_total_norm(block)) for block in by_block])
     model.zero_grad(set_to_none=True)
     return gradients
+
+
+def _batches(texts: MaskedSet, rows: int) -> Iterator[slice]:
+    return (slice(first, first + rows) for first in range(0, len(texts), rows))
 
 
 class _TextStatistics(Observer):
