@@ -88,7 +88,7 @@ MODEL = {"dim": 16, "layers": 1, "heads": 2}
 
 
 def exported(config: Any, folder: Path) -> Path:
-    """The run of a short training; its export stands beside it."""
+    """A short training run, with its export in the same folder."""
     train_model(config, folder / "run", show_progress=False)
     export_run(Export(run=folder / "run", out=folder / "out"))
     return folder / "run"

@@ -89,12 +89,12 @@ def records(run: Path) -> dict[str, int]:
 def test_retrieval_and_reading_on(command: Command, run: Path, tmp_path: Path) -> None:
     evaluate = ("evaluate", run, "--protocols", "retrieval,by-position", "--max-windows", 5)
     lengths = (*evaluate, "--methods", "as is,ReRoPE", "--multiples")
-    said = command.done(*lengths, "8,16")
-    words = ("KNA-ReRoPE", "by position, 128 tokens", "multi_key", "In short", str(run / "report"))
-    assert all(word in said.out for word in words)
+    result = command.done(*lengths, "8,16")
+    shown = ("KNA-ReRoPE", "by position, 128 tokens", "multi_key", "In short", str(run / "report"))
+    assert all(text in result.out for text in shown)
     first = records(run)
     assert len(first) == 2 * (1 + len(TASKS) * 2)
-    assert command(*lengths, "8,16").out == said.out
+    assert command(*lengths, "8,16").out == result.out
     assert (run / "report" / "table.md").exists()
     assert records(run) == first
     # A length in between changes neither the shortest nor the longest evaluation: both are reused.

@@ -186,7 +186,7 @@ Ended = tuple[tuple[int, ...], float, float]  # tokens, score, log p
 
 @lru_cache
 def _log_p(model: Translator, source: tuple[int, ...], written: tuple[int, ...]) -> Tensor:
-    """log p of the next token, everything computed anew."""
+    """log p of the next token, computed from the whole text."""
     target = torch.tensor([[BOS, *written]])
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([source]), target)[0, -1]

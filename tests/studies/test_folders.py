@@ -458,7 +458,7 @@ def test_trainings_on_a_text_that_changed_stand_on_no_page_together(tmp_path: Pa
 
     runs = [trained("a", "7"), trained("bb", "7"), trained("other", "8", corpus="english")]
     now = {canonical_json({"corpus": "texts"}): "7"}
-    refuse_changed_text([*runs, tmp_path / "not begun"], now)
+    refuse_changed_text([*runs, tmp_path / "missing"], now)
     with pytest.raises(InputError, match=r"the corpus now and what .*/other was trained on"):
         refuse_changed_text(runs, {canonical_json({"corpus": "english"}): "9"})
     with pytest.raises(InputError, match=r"/a and what .*/late was trained on differ"):

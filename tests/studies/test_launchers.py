@@ -338,11 +338,11 @@ def interrupt_once_training(out: Path) -> None:
 def lose(cluster: Any, nodes: list[Any], lock: Path, before: str) -> str:
     """Take away the node of a cell in its middle; who held its lock."""
 
-    def begun() -> str:
+    def started() -> str:
         said = lock.read_text()  # This process holds it too, for a moment.
         return "" if said == before or said.startswith(f"{os.getpid()} ") else said
 
-    holder: str = wait_until(begun)
+    holder: str = wait_until(started)
     cell = psutil.Process(int(holder.split()[0]))
     cell.suspend()  # So that it cannot end before its node does.
     above = {process.pid for process in cell.parents()}

@@ -38,7 +38,6 @@ from normattn.lab.training.distributed import choose_device
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import Console, show
 
-_EVALUATION = ("text", "windows", "passkey", "dtype", "device", "seed", "save")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES_SECONDS = 10.0
 """Seconds between two lines of progress where stderr is not a terminal."""
@@ -54,10 +53,6 @@ def extend_model(args: model_options.Extend) -> None:
     Raises `InputError` for invalid input before any evaluation, and at the end if no method is
     worth saving. Raises `NormattnError` at the end if a method failed; other measurements are kept.
     """
-    for name in ("engine_version",) if args.emit is None else _EVALUATION:
-        if getattr(args, name) != getattr(model_options.Extend, name):
-            unused = "is only for" if args.emit is None else "has no effect with"
-            raise InputError(f"--{name.replace('_', '-')} {unused} --emit")
     if args.emit is not None:
         emit_method(args, args.emit.lower())
         return

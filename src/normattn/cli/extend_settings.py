@@ -17,6 +17,8 @@ from normattn.score.parts import RopeScaling
 from normattn.score.spec import UNMODIFIED, is_unmodified
 from normattn.settings import Settings
 
+_EVALUATION = ("text", "windows", "passkey", "dtype", "device", "seed", "save")
+"""Options that `--emit`, which evaluates nothing, does not use."""
 LOGN_METHODS = ("NTK", "YaRN", "ReRoPE", "LeakyReRoPE", "SelfExtend")
 """The methods that are also tried with logn+."""
 ALL_METHODS = (
@@ -92,7 +94,11 @@ def open_parameters(method: str) -> set[str]:
 
 
 def refuse_unused(methods: Sequence[str], args: Extend) -> None:
-    """Raise `InputError` for a parameter that no method takes."""
+    """Raise `InputError` for an option without effect: of `--emit`, or that no method takes."""
+    for name in ("engine_version",) if args.emit is None else _EVALUATION:
+        if getattr(args, name) != getattr(Extend, name):
+            unused = "is only for" if args.emit is None else "has no effect with"
+            raise InputError(f"--{name.replace('_', '-')} {unused} --emit")
     methods = [method for method in methods if method != UNMODIFIED]
     used = {name for method in methods for name in open_parameters(method)}
     for name in ("factor", "window"):

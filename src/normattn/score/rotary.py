@@ -143,14 +143,13 @@ class Rotator:
         if isinstance(scale, Tensor):
             scale = scale.double()[..., None]
         angle = positions[..., None] * self.theta.to(positions.device)
-        size = scale
+        unrotated = torch.ones_like(positions)[..., None] * scale
         if self.growth is not None:
             exponent = positions[..., None] * (self.growth * sign).to(positions.device)
             _check_overflow(exponent, self.growth, dtype)
-            size = exponent.exp() * size
-        unrotated = torch.ones_like(positions)[..., None] * scale
+            scale = exponent.exp() * scale
         table_dtype = at_least_float32(dtype)
-        tables = angle.cos() * size, angle.sin() * size, unrotated
+        tables = angle.cos() * scale, angle.sin() * scale, unrotated
         cos, sin, unrotated = (add_head_axis(x, 3).to(table_dtype) for x in tables)
         return Rotation(cos, sin, unrotated, self.interleaved, self.start)
 

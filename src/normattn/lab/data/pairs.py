@@ -156,10 +156,8 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
 
 def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
     own_splits = corpus.own_splits()
-    unused = [f"{split}_fraction" for split in own_splits] + ["seed"] * (len(own_splits) == 2)
-    for name in unused:
-        if getattr(config, name) != type(config).model_fields[name].default:
-            raise InputError(f"{name} has no meaning for {config.corpus}, which has its own splits")
+    names = [f"{split}_fraction" for split in own_splits]
+    config.refuse_changed(config.corpus, *names, *(["seed"] if len(names) == 2 else []))
 
     def pairs() -> Iterator[Document]:
         """Yield every pair with its split; white space is normalised."""

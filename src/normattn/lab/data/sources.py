@@ -252,6 +252,12 @@ class SplitSettings(Settings):
         """Return the corpus, None if there is none to read; `InputError` if it does not exist."""
         return None
 
+    def refuse_changed(self, corpus: str, *names: str) -> None:
+        """Raise `InputError` where one of `names`, without meaning for the corpus, was changed."""
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise InputError(f"{name} has no meaning for the corpus {corpus}")
+
     def plan_notes(self) -> tuple[str, ...]:
         """Return lines about the data for a plan. Fast: prepares nothing.
 

@@ -157,9 +157,8 @@ class DataConfig(SplitSettings):
             raise ValueError(
                 f"tiled_low ({self.tiled_low}) must not exceed tiled_high ({self.tiled_high})"
             )
-        for name in TEXT_ONLY if self.synthetic else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no meaning for the corpus {self.corpus}")
+        if self.synthetic:
+            self.refuse_changed(self.corpus, *TEXT_ONLY)
         if not self.synthetic and self.vocab_size < 257:
             raise ValueError(
                 f"vocab_size must be at least 257 (256 bytes and a separator), got "

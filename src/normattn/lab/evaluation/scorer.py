@@ -19,7 +19,6 @@ from normattn.lab.data.windows import EvaluationSet
 from normattn.lab.stats import Identity
 from normattn.lab.stats.measurements import Factor
 from normattn.models.causal_lm import CausalLM
-from normattn.models.utils import without_dropout
 
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""
@@ -41,7 +40,7 @@ class ModelScorer:
     def __call__(self, ids: Int[Tensor, "b t1"], first: int = 0) -> TokenScores:
         """Return the scores of the tokens ids[:, first + 1:]."""
         device = next(self.model.parameters()).device
-        with without_dropout(self.model), torch.no_grad(), autocast(device, self.precision):
+        with torch.no_grad(), autocast(device, self.precision):
             return self.model.token_scores(ids.to(device), first)
 
 
