@@ -26,10 +26,9 @@ from normattn.lab.training.config import (
     lr_multiplier,
 )
 from normattn.lab.training.distributed import World
-from normattn.lab.training.optim import group_parameters, make_optimiser
+from normattn.lab.training.optim import UnitWeights, group_parameters, make_optimiser
 from normattn.lab.training.qk_clip import QKClip
 from normattn.lab.training.step import TrainStep
-from normattn.lab.training.unit_weights import UnitWeights
 from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
 from normattn.models import CausalLM, CausalLMConfig
 

@@ -1,4 +1,8 @@
-"""Layers: attention, gated attention unit, feed-forward, norms, residual connections."""
+"""Layers: attention, gated attention unit, feed-forward, norms, residual connections.
+
+Sizes in shapes: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension,
+E value size. With a cache T counts new tokens and S all of them.
+"""
 
 from normattn.layers.attention import Attention
 from normattn.layers.cross_attention import CrossAttention

@@ -24,7 +24,7 @@ from normattn.layers.checks import (
     checked_head_dim,
     checked_probability,
 )
-from normattn.layers.gates import forget_projection, gate_projection, scale_heads, share_factor
+from normattn.layers.gates import gate_projections, shrink_heads
 from normattn.layers.plan import prepare
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
@@ -131,7 +131,14 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
     A query that sees no key gets 0. Raises `InputError` for shapes that do not fit, scores and
     backends that do not support the call, a full cache, and a cache that another score filled.
     """
-    module = score if isinstance(score, Score) else _parameterless_score(score, q, k, v)
+    if isinstance(score, Score):
+        module = score
+    else:
+        make: Callable[..., Score] = _cached_score
+        if torch.compiler.is_compiling():
+            # A graph cannot make modules. With fullgraph=True torch's error shows the next line.
+            make = torch.compiler.disable(make)  # type: ignore[no-untyped-call] # pass a Score
+        module = make(score, q, k, v)
     args = AttentionArguments(
         *(causal, backend, attn_mask, key_padding, query_padding, q_positions, k_positions),
         *(documents, dropout_p, residual, gate, forget, return_lse),
@@ -142,15 +149,8 @@ def attention(  # type: ignore[misc]  # the second overload leaves the other arg
 _SCORES: dict[tuple[object, ...], tuple[object, Score]] = {}
 
 
-def _parameterless_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
-    make: Callable[..., Score] = _cached_score
-    if torch.compiler.is_compiling():
-        # A graph cannot make modules. With fullgraph=True torch's error shows the next line.
-        make = torch.compiler.disable(_cached_score)  # type: ignore[no-untyped-call] # pass a Score
-    return make(score, q, k, v)
-
-
 def _cached_score(score: ScoreSpec | str, q: Tensor, k: Tensor, v: Tensor) -> Score:
+    """The `Score` of a specification that learns nothing, from the cache."""
     try:
         # The identity of a specification: hashing it would take as long as everything else.
         name = score if isinstance(score, str) else id(score)
@@ -273,8 +273,7 @@ class Attention(SelfAttention):
         self.score = Score(spec, heads=heads, head_dim=self.head_dim, kv_heads=self.kv_heads)
         width = (heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(dim, width, bias=bias or qkv_bias)
-        self.gate = gate_projection(spec, dim, heads, self.head_dim)
-        self.forget = forget_projection(spec, dim, heads)
+        self.gate, self.forget = gate_projections(spec, dim, heads, self.head_dim)
         outputs = heads if spec.gate is None else spec.gate.outputs(heads)
         self.out = nn.Linear(outputs * self.head_dim, dim, bias=bias)
 
@@ -289,11 +288,9 @@ class Attention(SelfAttention):
         y: Tensor = self.out(o.transpose(1, 2).flatten(2))
         return y
 
-    @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
         """Multiply the logits of each query head by its factor, through the weights of q and k."""
-        q_factor, k_factor = share_factor(factor, self.kv_heads)
-        scale_heads(self.qkv, torch.cat((q_factor, k_factor, torch.ones_like(k_factor))))
+        shrink_heads(factor, self.kv_heads, self.qkv)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

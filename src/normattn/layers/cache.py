@@ -1,7 +1,4 @@
-"""The key-value cache of one attention layer.
-
-Legend: B batch, G key heads, T new tokens, S tokens in all, D key size, E value size.
-"""
+"""The key-value cache of one attention layer."""
 
 from __future__ import annotations
 
@@ -38,7 +35,12 @@ class Room:
         end = self.used + count
         data = self.data
         if data is None or end > data.shape[self.axis]:
-            data = self._enlarge(x, end)
+            # One token more than the limit: a view of the whole buffer would compile another graph.
+            size = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (end - 1).bit_length())
+            data = self._allocate(x, size, x.shape[0])
+            if self.data is not None:
+                data.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
+            self.data = data
         data.narrow(self.axis, self.used, count).copy_(x)
         self.used = end
         return data.narrow(self.axis, 0, end)
@@ -65,15 +67,6 @@ class Room:
         remaining = self.view(self.used).narrow(self.axis, count, self.used - count)
         self.data, self.used = self._allocate(remaining, capacity, remaining.shape[0]), 0
         self.append(remaining)
-
-    def _enlarge(self, x: Tensor, needed: int) -> Tensor:
-        # One token more than the limit: a view of the whole buffer would compile another graph.
-        size = self.limit + 1 if self.limit else max(_SMALLEST, 1 << (needed - 1).bit_length())
-        data = self._allocate(x, size, x.shape[0])
-        if self.data is not None:
-            data.narrow(self.axis, 0, self.used).copy_(self.view(self.used))
-        self.data = data
-        return data
 
     def _allocate(self, like: Tensor, size: int, rows: int) -> Tensor:
         shape = list(like.shape)
@@ -132,23 +125,20 @@ class KeyValueCache:
             )
         shapes = k.shape, v.shape, k.dtype
         if shapes != self._checked:
-            self._check_shapes(k, v)
+            for name, new, held in (("keys", k, self._keys.data), ("values", v, self._values.data)):
+                if held is None:
+                    continue
+                (rows, heads, _, size), dtype = held.shape, held.dtype
+                if (*new.shape[:2], new.shape[3], new.dtype) != (rows, heads, size, dtype):
+                    raise InputError(
+                        f"this cache holds {name} of {rows} rows and {heads} heads of size {size} "
+                        f"in {dtype}, but {name} of {tuple(new.shape)} in {new.dtype} were added"
+                    )
             self._checked = shapes
         self._drop_unseen(k.shape[2])
         keys, values = self._keys.append(k), self._values.append(v)
         self.length += k.shape[2]
         return keys, values
-
-    def _check_shapes(self, k: Tensor, v: Tensor) -> None:
-        for name, new, held in (("keys", k, self._keys.data), ("values", v, self._values.data)):
-            if held is None:
-                return
-            (rows, heads, _, size), dtype = held.shape, held.dtype
-            if (*new.shape[:2], new.shape[3], new.dtype) != (rows, heads, size, dtype):
-                raise InputError(
-                    f"this cache holds {name} of {rows} rows and {heads} heads of size {size} in "
-                    f"{dtype}, but {name} of {tuple(new.shape)} in {new.dtype} were added"
-                )
 
     def rotated(
         self, name: int | str, start: int, end: int, rotate: Callable[[int, int], Tensor]

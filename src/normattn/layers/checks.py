@@ -1,7 +1,4 @@
-"""Checks of the arguments of attention; each raises `InputError`.
-
-Legend: B batch, H query heads, T queries, S keys, E value size.
-"""
+"""Checks of the arguments of attention; each raises `InputError`."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ class AttentionArguments(NamedTuple):
 
 
 def check_call(
-    score: Score,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    args: AttentionArguments,
-    num_cached: int | None = None,
+    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, num_cached: int | None
 ) -> None:
     """Check all arguments of a call; `num_cached` is the length of its cache, None without one."""
     check_shapes(q, k, v)

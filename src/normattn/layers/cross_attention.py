@@ -1,12 +1,9 @@
-"""Cross-attention: queries of one sequence, keys and values of another, with any score.
-
-Legend: B sources, r rows per source, T queries, S source tokens, H query and G key heads, D size.
-"""
+"""Cross-attention: queries of one sequence, keys and values of another, with any score."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +21,7 @@ from normattn.layers.checks import (
     checked_head_dim,
     checked_probability,
 )
-from normattn.layers.gates import scale_heads, share_factor
+from normattn.layers.gates import shrink_heads
 from normattn.layers.plan import build_plan
 from normattn.layers.residual_scores import ResidualLayer
 from normattn.score import Score, ScoreSpec
@@ -47,24 +44,18 @@ class Memory(NamedTuple):
     def choose(self, rows: Int[Tensor, " r"]) -> Memory:
         """Source i becomes the old source rows[i]; sources may repeat or be left out."""
         # A tensor with one axis belongs to all sources.
-        fields = self._asdict().items()
-        tensors: dict[str, Any] = {
-            name: x[rows] for name, x in fields if isinstance(x, Tensor) and x.dim() > 1
-        }
-        return self._replace(**tensors)
+        return Memory._make(x[rows] if x is not None and x.dim() > 1 else x for x in self)
 
 
 class CrossAttention(nn.Module):
     """softmax(s(q, k)) v with q = x W_q and k, v = m W_kv of a source m.
 
-    Shapes: x (B, T, dim), m (B, S, dim) → (B, T, dim). `remember` computes keys and values
-    of a source once, for any number of calls of `forward`. Every query sees every source token
-    except padding, so n of log-n scaling is the unpadded length of the source. `score` is a
-    `ScoreSpec` or its name; with rotary positions, a bias or a window it needs the positions of
-    both sequences. `head_dim` defaults to dim / heads. `dropout` is the
-    probability of dropping an attention weight in training. The weight of `kv` holds the rows of k,
-    then v, each head by head. Raises `InputError` for sizes that do not divide and for scores that
-    are defined within one sequence only. Source: arXiv 1706.03762.
+    Shapes: x (B, T, dim), m (B, S, dim) → (B, T, dim). `remember` computes keys and values of a
+    source once, for any number of calls of `forward`. Every query sees every source token except
+    padding, so n of log-n scaling is the unpadded length of the source. With rotary positions, a
+    bias or a window, `score` needs the positions of both sequences. The weight of `kv` holds the
+    rows of k, then v, each head by head; other arguments are as for `Attention`. Raises
+    `InputError` also for scores that are defined within one sequence only.
     """
 
     def __init__(
@@ -118,12 +109,10 @@ class CrossAttention(nn.Module):
         residual: ResidualLayer | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "br t dim"]:
-        """Attend from every position of `x` to its source.
+        """Attend from every position of `x` to its source; arguments are as in `attention`.
 
-        Each source serves r consecutive rows of `x` (the beams of a search). `positions` (T,) or
-        (B·r, T) are those of `x`, for a score that has any. `query_padding` only matters to
-        statistics over queries (BatchNorm, InstanceNorm), which the r rows of a source share.
-        `residual` and `backend` are as in `attention`.
+        Each source serves r consecutive rows of `x` (the beams of a search), which share statistics
+        over queries (BatchNorm, InstanceNorm). `positions` (T,) or (B·r, T) are those of `x`.
         """
         check_input("x", x, self.dim)
         if not isinstance(memory, Memory):
@@ -138,9 +127,8 @@ class CrossAttention(nn.Module):
         q = self.q(x).reshape(sources, -1, self.heads, self.head_dim).transpose(1, 2)
         positions = _checked_positions(positions, spec, *x.shape[:2])
         if positions is not None:
-            shared = positions.dim() == 1
-            repeats = rows // sources
-            positions = positions.repeat(repeats) if shared else positions.reshape(sources, -1)
+            own = positions.dim() == 2
+            positions = positions.reshape(sources, -1) if own else positions.repeat(rows // sources)
         args = AttentionArguments(
             *(False, backend, None, memory.padding, query_padding, positions, memory.positions),
             dropout_p=self.dropout if self.training else 0.0,
@@ -154,12 +142,9 @@ class CrossAttention(nn.Module):
         y: Tensor = self.out(o.transpose(1, 2).reshape(*x.shape[:2], self.out.in_features))
         return y
 
-    @torch.no_grad()
     def shrink(self, factor: Float[Tensor, " h"]) -> None:
         """Multiply the logits of each query head by its factor, through the weights of q and k."""
-        q_factor, k_factor = share_factor(factor, self.kv_heads)
-        scale_heads(self.q, q_factor)
-        scale_heads(self.kv, torch.cat((k_factor, torch.ones_like(k_factor))))
+        shrink_heads(factor, self.kv_heads, self.q, self.kv)
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""

@@ -1,7 +1,6 @@
 """Number the documents of packed rows, from the formats of data loaders.
 
 The result is the argument `documents` of a score with `Packed`: no token sees another document.
-Legend: B batch, T tokens, N documents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`explain`: which kernel computes a score for tensors of given shapes, and why.
-
-Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
-"""
+"""`explain`: which kernel computes a score for tensors of given shapes, and why."""
 
 from __future__ import annotations
 
@@ -87,17 +84,26 @@ def explain(
     shapes = (q_shape, k_shape, k_shape if v_shape is None else v_shape)
     inputs = _kernel_inputs(spec, shapes, dtype, target, causal)
     kernel, why, refused = reasons(inputs, backend)
-    folded, left = _folded_and_left(spec)
-    sizes = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
-    return Explanation(
-        spec=str(spec),
-        shapes=f"{sizes}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}",
-        folded=folded,
-        left=left,
-        kernel=kernel,
-        why=why,
-        refused=refused,
+    residual, scores = spec.residual, None
+    if residual is not None and residual.summed == "scores":
+        residual, scores = None, residual
+    windows = [part for part in spec.parts if part.slot.value == "window"]
+    absorbed = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, residual)
+    remaining = (
+        *(spec.remapping, spec.chunk_remapping, scores, spec.bias, spec.cap, spec.sink),
+        *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.values),
+        spec.gate,
     )
+    folded, left = (
+        [f"{part.name}: {part.summary}" for part in parts if part is not None]
+        for parts in (absorbed, remaining)
+    )
+    if spec.blockwise:
+        name, rows = spec.block
+        left.append(f"query rows in blocks of {rows}: {name} rotates keys for each block")
+    sizes = ", ".join(f"{name} {tuple(x)}" for name, x in zip("qkv", shapes, strict=True))
+    sizes = f"{sizes}, {dtype} on {target.type}, {'causal' if causal else 'not causal'}"
+    return Explanation(str(spec), sizes, tuple(folded), tuple(left), kernel, why, refused)
 
 
 class _FakeTensor(Tensor):
@@ -117,11 +123,7 @@ class _FakeTensor(Tensor):
 
 
 def _kernel_inputs(
-    spec: ScoreSpec,
-    shapes: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    device: torch.device,
-    causal: bool,
+    spec: ScoreSpec, shapes: Sequence[Any], dtype: torch.dtype, device: torch.device, causal: bool
 ) -> AttentionInputs:
     """The inputs of the kernel; for a blockwise score, of the last block."""
     try:
@@ -155,24 +157,3 @@ def _kernel_inputs(
     tensors = [None if x is None else _FakeTensor(x, device) for x in inputs.tensors]
     fakes = AttentionInputs.of(inputs.settings, tensors)
     return replace(fakes, residual_scores=inputs.residual_scores)
-
-
-def _folded_and_left(spec: ScoreSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Describe what is absorbed into q and k, and what a kernel computes."""
-    summed = spec.residual is not None and spec.residual.summed == "scores"
-    features, scores = (None, spec.residual) if summed else (spec.residual, None)
-    windows = [part for part in spec.parts if part.slot.value == "window"]
-    absorbed = (spec.variant, spec.logn, spec.order, spec.position, spec.rope_scaling, features)
-    remaining = (
-        *(spec.remapping, spec.chunk_remapping, scores, spec.bias, spec.cap, spec.sink),
-        *(spec.normaliser, spec.difference, spec.selection, *windows, spec.documents, spec.values),
-        spec.gate,
-    )
-    folded, left = (
-        [f"{part.name}: {part.summary}" for part in parts if part is not None]
-        for parts in (absorbed, remaining)
-    )
-    if spec.blockwise:
-        name, rows = spec.block
-        left.append(f"query rows in blocks of {rows}: {name} rotates keys for each block")
-    return tuple(folded), tuple(left)

@@ -4,9 +4,6 @@ A score folds if it only normalises, rotates and scales queries and keys. A deco
 distance bias, a window, a cap, a sink and two regimes as well. Tables are made once for each
 specification and shape, so small calls cost only their tensor operations. Each call reads learned
 parameters.
-
-Legend: B batch, H query heads, G key heads, r = H/G, T queries, S keys, D head dimension, E value
-size, C capacity.
 """
 
 from __future__ import annotations
@@ -41,15 +38,17 @@ from normattn.score.rotary import (
     scaled,
 )
 
+Cache = KeyValueCache | None
+
 
 def is_foldable(score: Score) -> bool:
     """Whether queries and keys pass only a norm, a rotation and λ, in this order."""
     spec = score.spec
-    extra_features = getattr(spec.position, "widens", False) or spec.forgets
-    extra_features = extra_features or spec.residual is not None or score.position is not None
-    by_block = spec.blockwise or spec.chunk is not None or spec.documents is not None
-    reordered = spec.order is not None or isinstance(spec.values, VORoPE)
-    return not (extra_features or by_block or reordered or spec.leaks_future)
+    absent = spec.residual, score.position, spec.chunk, spec.documents, spec.order
+    if any(part is not None for part in absent) or isinstance(spec.values, VORoPE):
+        return False
+    more_features = getattr(spec.position, "widens", False) or spec.forgets
+    return not (more_features or spec.blockwise or spec.leaks_future)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +63,7 @@ class FoldedPlan(ABC):
     num_visible: Float[Tensor, "1 c"] | None
 
     def run(
-        self,
-        score: Score,
-        q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g t d"],
-        v: Float[Tensor, "b g t e"],
-        args: AttentionArguments,
-        cache: KeyValueCache | None,
+        self, score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
     ) -> Float[Tensor, "b outputs t out"]:
         """Normalise, apply the learned part of λ, attend and gate; append to the cache, if any."""
         if self.post_processes:
@@ -245,7 +238,15 @@ class FoldedStep(FoldedPlan):
         position, shape, dtype = cache.length, q.shape, q.dtype
         qk = torch.cat((q, k), 1)
         if self.key_rotation is not None:
-            qk = self._rotate(qk.float() if qk.element_size() == 2 else qk, position)
+            qk = qk.float() if qk.element_size() == 2 else qk
+            partners = qk.take(self.key_rotation.partner)
+            if self.query_rotation is None:
+                qk = self.key_rotation(qk, partners, position)
+            else:  # (2, B, H + G, 1, D): near and far
+                q, k = qk.split_with_sizes(self.heads, 1)
+                q_partners, k_partners = partners.split_with_sizes(self.heads, 1)
+                q = self.query_rotation(q, q_partners, position)
+                qk = torch.cat((q, self.key_rotation(k, k_partners, position)), 2)
         qk = qk if qk.dtype is dtype else qk.to(dtype)
         not_finite = self.host_reads and not math.isfinite(qk.sum(dtype=torch.float32).item())
         if not_finite or not self.host_reads:
@@ -260,26 +261,13 @@ class FoldedStep(FoldedPlan):
             out = out.masked_fill(is_nan.view(-1, *out.shape[:3]).any(0)[..., None], math.nan)
         return out.reshape(*shape[:3], -1) if grouped else out
 
-    def _rotate(self, qk: Float[Tensor, "b hg 1 d"], position: int) -> Float[Tensor, "*n b hg 1 d"]:
-        """Rotate queries and keys; with two regimes (2, B, H + G, 1, D), near and far."""
-        assert self.key_rotation is not None
-        partners = qk.take(self.key_rotation.partner)
-        if self.query_rotation is None:
-            return self.key_rotation(qk, partners, position)
-        q, k = qk.split_with_sizes(self.heads, 1)
-        q_partners, k_partners = partners.split_with_sizes(self.heads, 1)
-        q = self.query_rotation(q, q_partners, position)
-        return torch.cat((q, self.key_rotation(k, k_partners, position)), 2)
-
     def _attend_cache(
-        self,
-        score: Score,
-        q: Float[Tensor, "*n b g r d"],
-        k: Float[Tensor, "*n b g 1 d"],
-        v: Float[Tensor, "b g 1 e"],
-        cache: KeyValueCache,
+        self, score: Score, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache
     ) -> Float[Tensor, "b g r e"]:
-        """Append k and v to the cache and attend to all keys that it then holds, or the window."""
+        """Append k and v to the cache and attend to all keys that it then holds, or the window.
+
+        q (B, G, r, D), k (B, G, 1, D); with two regimes both have a first axis of near and far.
+        """
         scale = self.scale if isinstance(self.scale, float) else self.scale[cache.length]
         far_q = near_k = None
         if self.query_rotation is not None:
@@ -287,7 +275,13 @@ class FoldedStep(FoldedPlan):
         keys, values = cache.append(k, v)
         num_keys = keys.shape[2]
         start = 0 if self.window is None else max(0, num_keys - self.window)
-        bias = self._bias_of_newest(score, num_keys - start if near_k is None else num_keys)
+        bias = None
+        if self.distances is not None:
+            newest = slice(self.capacity - num_keys + (start if near_k is None else 0), None)
+            if self.bias is None:
+                bias = _bias_values(score, self.distances[newest], self.heads[1])
+            else:
+                bias = self.bias[..., newest]
         near, near_values = keys, values
         if start:
             near, near_values = (x.narrow(2, start, num_keys - start) for x in (keys, values))
@@ -312,14 +306,6 @@ class FoldedStep(FoldedPlan):
         # exp(sink) is part of the denominator of each head's softmax.
         share = torch.sigmoid(lse - score.sink.view(lse.shape[1:]).to(lse.dtype))
         return (out * share[..., None]).to(out.dtype)
-
-    def _bias_of_newest(self, score: Score, num_keys: int) -> Float[Tensor, "1 g r s"] | None:
-        if self.distances is None:
-            return None
-        newest = slice(self.capacity - num_keys, None)
-        if self.bias is not None:
-            return self.bias[..., newest]
-        return _bias_values(score, self.distances[newest], self.heads[1])
 
     def _near_keys(
         self, cache: KeyValueCache, keys: Tensor, new: Tensor, start: int

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from normattn.errors import InputError, require_sizes
 from normattn.layers.attention import Operands, SelfAttention
 from normattn.layers.checks import checked_probability
-from normattn.layers.gates import forget_projection, gate_projection
+from normattn.layers.gates import gate_projections
 from normattn.score import Score, ScoreSpec
 from normattn.score.spec import as_spec
 
@@ -46,16 +46,13 @@ class GatedAttentionUnit(SelfAttention):
         require_sizes("gated attention unit", dim=dim, key_size=key_size, expansion=expansion)
         if offset and separate_qk:
             raise InputError("offset adds β to a shared z, which does not exist with separate_qk")
-        self.dim = dim
-        self.key_size = key_size
+        self.dim, self.key_size, self.value_size = dim, key_size, expansion * dim
         self.separate_qk = separate_qk
-        self.value_size = expansion * dim
         self.dropout = checked_probability(dropout)
         spec = as_spec(score)
         self.score = Score(spec, heads=1, head_dim=key_size)
         self.expand = nn.Linear(dim, sum(self.widths), bias=bias)
-        self.gate = gate_projection(spec, dim, 1, self.value_size)
-        self.forget = forget_projection(spec, dim, 1)
+        self.gate, self.forget = gate_projections(spec, dim, 1, self.value_size)
         self.out = nn.Linear(self.value_size, dim, bias=bias)
         # Row 0 makes the query, row 1 the key: one multiplication for both.
         self.gamma = None if separate_qk else nn.Parameter(torch.ones(2, key_size))

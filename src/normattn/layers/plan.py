@@ -5,8 +5,6 @@
   without masks and most other options (`_is_cacheable`).
 - An `AttentionPlan` holds the positions and the mask of one call. It serves all other calls: other
   scores, masks, dropout, a prefill with a cache, cross-attention, extended layers and `explain`.
-
-Legend: B batch, H query heads, G key heads, T queries, S keys, E value size.
 """
 
 from __future__ import annotations
@@ -39,18 +37,14 @@ from normattn.plain import FAKE, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
+Cache = KeyValueCache | None
 # The cache is emptied at this size, since text lengths vary without bound.
 _MAX_PLANS = 512
 _PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedPlan | None]] = {}
 
 
 def prepare(
-    score: Score,
-    q: Float[Tensor, "b h t d"],
-    k: Float[Tensor, "b g s d"],
-    v: Float[Tensor, "b g s e"],
-    args: AttentionArguments,
-    cache: KeyValueCache | None,
+    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
 ) -> FoldedPlan | AttentionPlan:
     """Return the plan of a call: the folded one where it applies, else a general one.
 
@@ -75,9 +69,9 @@ def _is_cacheable(score: Score, q: Tensor, k: Tensor, v: Tensor, args: Attention
     # Inline conditions: a Python call costs as much as a small tensor operation.
     no_mask = args.attn_mask is None and args.key_padding is None and args.query_padding is None
     no_positions = args.q_positions is None and args.k_positions is None and args.documents is None
-    no_features = args.residual is None and args.forget is None
     no_options = args.dropout_p == 0 and not args.return_lse
-    if not (no_mask and no_positions and no_features and no_options):
+    no_options = no_options and args.residual is None and args.forget is None
+    if not (no_mask and no_positions and no_options):
         return False
     if torch.compiler.is_dynamo_compiling() or torch._C._get_dispatch_mode(FAKE):
         return False
@@ -110,8 +104,15 @@ def _folded_plan(
         check_call(score, q, k, v, args, num_cached)
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
+        made: FoldedPlan | None = None
+        with torch.no_grad():
+            if num_cached is None:
+                general = build_plan(score.spec, q, k.shape[2], args)
+                made = fold_sequence(score, q, k, v, general.positions, general.mask, args.backend)
+            elif args.causal and args.backend == "auto" and q.shape[2] == 1:
+                made = fold_step(score, q, k, v, capacity)
         # The entry keeps the specification alive, so that no other one gets its id.
-        entry = _PLANS[key] = score._spec, _fold(score, q, k, v, args, capacity)
+        entry = _PLANS[key] = score._spec, made
     plan = entry[1]
     if plan is None:
         return None
@@ -120,20 +121,8 @@ def _folded_plan(
     if learns and any(x.requires_grad for x in (q, k, v, *score.parameters())):
         return None
     if plan.post_processes or args.gate is not None:
-        check_call(score, q, k, v, args)
+        check_call(score, q, k, v, args, None)
     return plan
-
-
-@torch.no_grad()
-def _fold(
-    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, capacity: int
-) -> FoldedPlan | None:
-    """Make the folded plan for tensors of these shapes; None where the score does not fold."""
-    if capacity:
-        is_step = args.causal and args.backend == "auto" and q.shape[2] == 1
-        return fold_step(score, q, k, v, capacity) if is_step else None
-    plan = build_plan(score.spec, q, k.shape[2], args)
-    return fold_sequence(score, q, k, v, plan.positions, plan.mask, args.backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,13 +134,7 @@ class AttentionPlan:
     cached: bool = False
 
     def run(
-        self,
-        score: Score,
-        q: Float[Tensor, "b h t d"],
-        k: Float[Tensor, "b g s d"],
-        v: Float[Tensor, "b g s e"],
-        args: AttentionArguments,
-        cache: KeyValueCache | None,
+        self, score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
     ) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
         """Return softmax(score) · v, and ℓ with `return_lse`; append keys and values to a cache."""
         spec, positions = score.spec, self.positions
@@ -228,7 +211,8 @@ class AttentionPlan:
             )
             if selection is not None:
                 inputs = replace(inputs, selection=selection)
-            inputs = add_forgetting(inputs, forget_sums, rows, num_queries)
+            if forget_sums is not None:
+                inputs = add_forgetting(inputs, forget_sums, rows, num_queries)
             if args.residual is not None:
                 inputs = args.residual.join(inputs)
             return kernel(inputs)
@@ -242,17 +226,12 @@ class AttentionPlan:
 
 
 def build_plan(
-    spec: ScoreSpec,
-    q: Float[Tensor, "b h t d"],
-    num_keys: int,
-    args: AttentionArguments,
-    cached: bool = False,
+    spec: ScoreSpec, q: Tensor, num_keys: int, args: AttentionArguments, cached: bool = False
 ) -> AttentionPlan:
     """Build the positions and the mask of a call whose arguments are checked.
 
-    Only the shape and device of q matter. `cached` keys come from a cache that ends with the
-    queries, or with `q_positions` from another sequence. Raises `InputError` for unsupported
-    positions.
+    Only the shape and device of q matter. `cached` keys end with the queries, or with `q_positions`
+    are from another sequence. Raises `InputError` for unsupported positions.
     """
     batch, _, num_queries, _ = q.shape
     query_positions, key_positions = args.q_positions, args.k_positions

@@ -36,8 +36,7 @@ class ResidualConnection(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the settings in the printed module."""
-        settings = {name: vars(self).get(name) for name in ("alpha", "block")}
-        return ", ".join(f"{name}={x:.6g}" for name, x in settings.items() if x is not None)
+        return ", ".join(f"{n}={x:.6g}" for n, x in vars(self).items() if n in ("alpha", "block"))
 
 
 class PreLN(ResidualConnection):
@@ -87,10 +86,6 @@ class ReZero(ResidualConnection):
         return x + self.alpha * self.branch(self.normed(x), context)
 
 
-# The first α of nGPT, and the fixed ε of kexue 8027.
-_FIRST_STEP, _FIXED_SCALE = 0.05, 0.1
-
-
 class NGPT(ResidualConnection):
     """N(x + |α|⊙(N(f(x)) − x)): a step on the sphere from x towards the sub-layer's output.
 
@@ -109,7 +104,7 @@ class NGPT(ResidualConnection):
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Move `x` towards the sub-layer's output and normalise it."""
-        step = (self.alpha * (_FIRST_STEP * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
+        step = (self.alpha * (0.05 * self.alpha.numel() ** 0.5)).abs().to(x.dtype)
         end = self.normed(self.branch(x, context)).to(x.dtype)  # autocast leaves it in bfloat16
         return self.normed(torch.lerp(x, end, step))
 
@@ -119,7 +114,7 @@ class FixedScale(ResidualConnection):
 
     def forward(self, x: Float[Tensor, "b t d"], **context: Any) -> Float[Tensor, "b t d"]:
         """Add ε times the sub-layer's output to `x`."""
-        return torch.add(x, self.branch(x, context), alpha=_FIXED_SCALE)
+        return torch.add(x, self.branch(x, context), alpha=0.1)
 
 
 class LayerOutputs(NamedTuple):
@@ -144,12 +139,6 @@ class LayerOutputs(NamedTuple):
         for weight, v in zip(weights[1:], self.sums[1:], strict=True):
             mixture = mixture + weight * v
         return mixture
-
-    def followed_by(self, output: Float[Tensor, "b t d"], block: int) -> LayerOutputs:
-        """Add the output of the next sub-layer to the sum of its block of `block` sub-layers."""
-        if self.sublayers % block == 0:
-            return LayerOutputs((*self.sums, output), self.sublayers + 1)
-        return LayerOutputs((*self.sums[:-1], self.sums[-1] + output), self.sublayers + 1)
 
 
 class AttnRes(ResidualConnection):
@@ -178,8 +167,11 @@ class AttnRes(ResidualConnection):
 
     def forward(self, x: LayerOutputs, **context: Any) -> LayerOutputs:
         """Append the sub-layer's output to those that later sub-layers attend to."""
-        h = x.mixed(self.query, self.eps)
-        return x.followed_by(self.branch(self.normed(h), context), self.block)
+        output = self.branch(self.normed(x.mixed(self.query, self.eps)), context)
+        sums = (*x.sums, output)
+        if x.sublayers % self.block:  # not the first of its block
+            sums = (*x.sums[:-1], x.sums[-1] + output)
+        return LayerOutputs(sums, x.sublayers + 1)
 
 
 def deepnorm_factors(blocks: int, sublayers: int = 2) -> tuple[float, float]:

@@ -1,7 +1,4 @@
-"""Residual attention: a layer's scores, or q, k and v, are combined with those of layers below.
-
-Legend: B batch, H query heads, T queries, E value size.
-"""
+"""Residual attention: a layer's scores, or q, k and v, are combined with those of layers below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Models, text generation, FLOPs, and saved models."""
+"""Models, text generation, FLOPs, and saved models.
+
+Sizes in shapes: B batch, T tokens, S source tokens or all tokens of a cache, D width, V vocabulary,
+K classes or labels, M targets of a row, N layers.
+"""
 
 from normattn.models.beam_search import Hypothesis, beam_search
 from normattn.models.cache import ModelCache

@@ -1,7 +1,4 @@
-"""The key-value cache of a whole model.
-
-Legend: B batch, T new tokens, S tokens in all.
-"""
+"""The key-value cache of a whole model."""
 
 from __future__ import annotations
 
@@ -59,13 +56,27 @@ class ModelCache:
             refuse_overflow(self.length, ids.shape[1], self.max_length)
         padded = self._padding.used > 0
         if key_padding is not None:
-            self._check_padding(ids, key_padding)
+            check_tensor("key_padding", key_padding, "boolean", tuple(ids.shape))
+            before = torch.ones_like(key_padding[:, :1])  # Padding may go on after padding only.
+            if self.length:
+                held = self._padding
+                before = held.view(self.length)[:, -1:] if padded else torch.zeros_like(before)
+            if bool((key_padding & ~torch.cat((before, key_padding[:, :-1]), -1)).any()):
+                raise InputError(
+                    "with a cache, padding is allowed only before a row's first token: pad on the "
+                    "left"
+                )
             padded = padded or bool(key_padding.any())
-        if not padded and self._separator is None:
-            return AttentionContext()
         padding = documents = None
         if self._separator is not None:
-            documents = self._number_documents(ids == self._separator)
+            # A separator belongs to the document it ends.
+            ends = ids == self._separator
+            numbers = documents_from_ends(ends)
+            if self.length:
+                last = self._documents.view(self.length) + self._ends.view(self.length)
+                numbers = numbers + last[:, -1:]
+            self._ends.append(ends)
+            documents = self._documents.append(numbers)
         if padded:
             new = torch.zeros_like(ids, dtype=torch.bool) if key_padding is None else key_padding
             padding = self._padding.append(new)
@@ -96,23 +107,3 @@ class ModelCache:
         self.length = length
         for room in self._rooms:
             room.used = min(room.used, length)
-
-    def _number_documents(self, ends: Tensor) -> Tensor:
-        """The number of each token's document; a separator belongs to the document it ends."""
-        numbers = documents_from_ends(ends)
-        if self.length:
-            last = self._documents.view(self.length) + self._ends.view(self.length)
-            numbers = numbers + last[:, -1:]
-        self._ends.append(ends)
-        return self._documents.append(numbers)
-
-    def _check_padding(self, ids: Tensor, padding: Tensor) -> None:
-        check_tensor("key_padding", padding, "boolean", tuple(ids.shape))
-        before = torch.ones_like(padding[:, :1])
-        if self.length:
-            held = self._padding
-            before = held.view(self.length)[:, -1:] if held.used else torch.zeros_like(before)
-        if bool((padding & ~torch.cat((before, padding[:, :-1]), -1)).any()):
-            raise InputError(
-                "with a cache, padding is allowed only before a row's first token: pad on the left"
-            )

@@ -36,11 +36,8 @@ class CausalLM(TokenModel):
     """A decoder that predicts token t + 1 from tokens 0 … t.
 
     `model(ids (B, T)) → logits (B, T, V)`. Blocks are an attention and a feed-forward sub-layer
-    ("mha") or one gated attention unit ("gau"), each in the configured placement (`TokenModel`).
-    The head is the embedding unless `tie_head` is off. `backend` is the kernel of every layer, as
-    in `attention`: with "reference" the whole model is plain operations, for any derivative and
-    torch.func. Weights are drawn from torch's global generator (`initialise`). Raises `InputError`
-    for token ids outside the vocabulary (on CPU) and for invalid settings.
+    ("mha") or one gated attention unit ("gau"), each in the configured placement. The head is the
+    embedding unless `tie_head` is off. Other properties are those of every `TokenModel`.
     """
 
     config_class = CausalLMConfig
@@ -85,9 +82,8 @@ class CausalLM(TokenModel):
         """
         checked_ids(ids)
         if cache is None:
-            documents = None
-            if (packed := self.config.score.documents) is not None:
-                documents = documents_from_ends(ids == packed.separator)
+            packed = self.config.score.documents
+            documents = None if packed is None else documents_from_ends(ids == packed.separator)
             context = AttentionContext(key_padding, documents, backend=backend)
             return self.hidden_states(ids, context)
         if not isinstance(cache, ModelCache):
@@ -139,14 +135,10 @@ class CausalLM(TokenModel):
         for hidden in hidden_chunks:
             start, end = max(first, offset), offset + hidden.shape[1]
             if start < end:
-                chunk_targets = targets[:, start:end]
-                scores = token_scores(
-                    hidden[:, start - offset :].flatten(0, 1),
-                    self.head_weight,
-                    chunk_targets.flatten(),
-                )
-                losses.append(scores.loss.view(chunk_targets.shape))
-                correct.append(scores.correct.view(chunk_targets.shape))
+                rows, scored = hidden[:, start - offset :].flatten(0, 1), targets[:, start:end]
+                scores = token_scores(rows, self.head_weight, scored.flatten())
+                losses.append(scores.loss.view(scored.shape))
+                correct.append(scores.correct.view(scored.shape))
             offset = end
         return TokenScores(torch.cat(losses, 1), torch.cat(correct, 1))
 

@@ -1,7 +1,4 @@
-"""The multi-label classifier: an encoder and a linear head on its mean vector.
-
-Legend: B batch, T tokens, D width, K labels.
-"""
+"""The multi-label classifier: an encoder and a linear head on its mean vector."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ class Classifier(TokenModel):
     """p(k | text) = σ(w_k · mean_t h_t + b_k) for each label k.
 
     `model(ids (B, T), key_padding (B, T)) → logits (B, K)`. h is the encoder's output after the
-    final norm, and its mean leaves padding out: logits do not depend on the batch. Weights are
-    drawn from torch's global generator (`initialise`). Raises `InputError` for ids outside the
-    vocabulary (on CPU).
+    final norm, and its mean leaves padding out: logits do not depend on the batch.
     """
 
     config_class = ClassifierConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -136,7 +136,7 @@ class StackConfig(Settings):
             raise InputError(f"a gated attention unit has one head; heads is {self.heads}")
         for unused, reason, names in (
             (True, "block", BLOCK_SETTINGS["mha" if gau else "gau"]),
-            (not self.has_norms, "placement", NORM_SETTINGS),
+            (self.placement in NORMLESS, "placement", NORM_SETTINGS),
             (self.placement == "nGPT", "placement", ("norm", "norm_gain", "eps_placement")),
             (self.placement != "AttnRes", "placement", ("residual_block",)),
             (self.norm != "rms", "norm", ("eps_placement",)),
@@ -191,16 +191,6 @@ class StackConfig(Settings):
         return deepnorm_factors(self.layers, self.sublayers // self.layers)
 
     @property
-    def ends_in_norm(self) -> bool:
-        """Whether blocks end in a norm; the embedding is then normalised too."""
-        return self.placement in ("PostLN", "DeepNorm", "nGPT")
-
-    @property
-    def has_norms(self) -> bool:
-        """Whether there are norms."""
-        return self.placement not in NORMLESS
-
-    @property
     def score_head_dim(self) -> int:
         """The number of features of one query or key."""
         if self.block == "gau":
@@ -219,7 +209,7 @@ class MaskedLMConfig(StackConfig):
     """The architecture of a `MaskedLM`: a bidirectional `StackConfig` and a vocabulary.
 
     `vocab_size` counts tokens without the mask, whose id is `vocab_size`. `tie_head`: the head is
-    the embedding (without the mask's row). `exits`: each layer below the last has an `Exit`.
+    the embedding (without the mask's row). `exits`: each layer below the last has an exit.
     """
 
     causal: ClassVar[bool] = False
@@ -327,11 +317,6 @@ class DecoderConfig(StackConfig):
         """Three for each block."""
         return 3 * self.layers
 
-    @property
-    def deepnorm(self) -> tuple[float, float]:
-        """α = (3M)^¼ and β = (12M)^−¼ for M decoder blocks (arXiv 2203.00555, figure 2)."""
-        return (3 * self.layers) ** 0.25, (12 * self.layers) ** -0.25
-
 
 class TranslatorConfig(StackConfig):
     """The architecture of a `Translator`: a `StackConfig` for both stacks, whose blocks are "mha".
@@ -366,54 +351,49 @@ class TranslatorConfig(StackConfig):
             target_vocab=self.target_vocab or self.source_vocab,
             decoder_layers=self.decoder_layers or self.layers,
         )
-        if problem := next(self._problems(decoder_score, cross_score), None):
-            raise InputError(problem)
-        refuse_across(cross_score)
-        self._set(decoder_score=decoder_score)
-        self._set(
-            decoder_score=self.decoder.score,
-            cross_score=self._resolved_score(cross_score, self.decoder.layers),
-        )
-        return self
-
-    def _problems(self, decoder_score: ScoreSpec, cross_score: ScoreSpec) -> Iterator[str]:
-        """Yield a sentence for each combination of fields that a translator does not support."""
-        if self.block != "mha":
-            yield f"block {self.block!r} has no cross attention"
-        for name, score in (("", self.score), ("decoder_score: ", decoder_score)):
-            if score.documents is not None:
-                yield f"{name}{score.name} packs documents; a row is one sentence here"
-        if self.shared_vocabulary and self.target_vocab != self.source_vocab:
-            yield (
-                f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
-                f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False"
-            )
         smallest = min(self.source_vocab, self.target_size)
         ids = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
-        for name, value in ids.items():
-            if value >= smallest:
-                yield f"{name} {value} is outside a vocabulary of {smallest} words"
-        if len(set(ids.values())) < len(ids):
-            yield f"pad_id, bos_id and eos_id must differ: {ids}"
-        future = "which would see the future; name another"
-        if decoder_score.leaks_future:
-            yield (
-                f"decoder_score: {decoder_score.name} reads statistics across the sequence, "
-                f"{future} decoder_score"
-            )
         query_norm = cross_score.variant.query_norm()
-        if query_norm is not None and query_norm.leaks_future:
-            yield (
+        packs, future = "packs documents; a row is one sentence here", "which would see the future"
+        for wrong, problem in (
+            (self.block != "mha", f"block {self.block!r} has no cross attention"),
+            (self.score.documents, f"{self.score.name} {packs}"),
+            (decoder_score.documents, f"decoder_score: {decoder_score.name} {packs}"),
+            (
+                self.shared_vocabulary and self.target_vocab != self.source_vocab,
+                f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "
+                f"of source_vocab, {self.source_vocab}: leave it out, or shared_vocabulary=False",
+            ),
+            *(
+                (value >= smallest, f"{name} {value} is outside a vocabulary of {smallest} words")
+                for name, value in ids.items()
+            ),
+            (len(set(ids.values())) < 3, f"pad_id, bos_id and eos_id must differ: {ids}"),
+            (
+                decoder_score.leaks_future,
+                f"decoder_score: {decoder_score.name} reads statistics across the sequence, "
+                f"{future}; name another decoder_score",
+            ),
+            (
+                query_norm is not None and query_norm.leaks_future,
                 f"cross_score: {cross_score.name} reads statistics across the decoder's queries, "
-                f"{future} cross_score (statistics over keys may stay)"
-            )
+                f"{future}; name another cross_score (statistics over keys may stay)",
+            ),
+        ):
+            if wrong:
+                raise InputError(problem)
+        refuse_across(cross_score)
+        self._set(decoder_score=decoder_score)
+        cross_score = self._resolved_score(cross_score, self.decoder.layers)
+        self._set(decoder_score=self.decoder.score, cross_score=cross_score)
+        return self
 
     @property
     def decoder(self) -> DecoderConfig:
         """The decoder's stack."""
         fields = {name: getattr(self, name) for name in StackConfig.model_fields}
-        decoder = {"layers": self.decoder_layers, "score": self.decoder_score}
-        return DecoderConfig(**{**fields, **decoder})
+        fields |= {"layers": self.decoder_layers, "score": self.decoder_score}
+        return DecoderConfig(**fields)
 
     @property
     def resolved_cross_score(self) -> ScoreSpec:

@@ -1,7 +1,4 @@
-"""`generate`: a causal language model continues prompts, independent of each other.
-
-Legend: B rows, V vocabulary.
-"""
+"""`generate`: a causal language model continues prompts, independent of each other."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ def generate(
     ids, padding = left_padded(prompts, model.head_weight.device)
     generators = row_generators(seed, len(prompts))
     written: list[list[int]] = [[] for _ in prompts]
-    ended: list[Ending | None] = [None] * len(prompts)
+    stopped: set[int] = set()
     with without_dropout(model):
         logits, cache = model.prefill(ids, padding, chunk=chunk)
         alive = list(range(len(prompts)))
@@ -94,7 +91,7 @@ def generate(
             tokens = sampling.next_tokens(logits, [generators[row] for row in alive])
             for row, token in zip(alive, tokens, strict=True):
                 if token in stop_tokens:
-                    ended[row] = "stop"
+                    stopped.add(row)
                     continue
                 written[row].append(token)
                 if on_token is not None:
@@ -102,22 +99,20 @@ def generate(
                 if stop_strings and decode is not None:
                     end = decode(written[row][-tail:])
                     if any(string in end for string in stop_strings):
-                        ended[row] = "stop"
-                if ended[row] is None and len(written[row]) >= max_new_tokens:
-                    ended[row] = "length"
-            remaining = [index for index, row in enumerate(alive) if ended[row] is None]
-            if 0 < len(remaining) < len(alive):
-                cache.reorder(remaining)
-            alive = [alive[index] for index in remaining]
+                        stopped.add(row)
+            kept = [row not in stopped and len(written[row]) < max_new_tokens for row in alive]
+            if any(kept) and not all(kept):
+                cache.reorder([index for index, keep in enumerate(kept) if keep])
+            alive = [row for row, keep in zip(alive, kept, strict=True) if keep]
             if alive:
                 last = torch.tensor([written[row][-1:] for row in alive], device=ids.device)
                 logits = model(last, cache=cache)[:, -1]
     answers = []
-    for row_tokens, why in zip(written, ended, strict=True):
+    for row, row_tokens in enumerate(written):
         text = None if decode is None else decode(row_tokens)
         if text is not None:
             text = text[: min((text.find(s) for s in stop_strings if s in text), default=len(text))]
-        answers.append(Answer(tuple(row_tokens), why or "length", text))
+        answers.append(Answer(tuple(row_tokens), "stop" if row in stopped else "length", text))
     return answers
 
 
@@ -207,7 +202,17 @@ def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | No
     if not isinstance(prompts, Sequence | Tensor | np.ndarray):
         kind = type(prompts).__name__
         raise InputError(f"prompts must be lists of token ids, but they are a {kind}")
-    rows = [_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        try:
+            row = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError):
+            row = torch.tensor(0.0)
+        if row.ndim != 1 or len(row) == 0 or row.dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"prompt {number} is not a list of token ids, whole numbers, one at least"
+            )
+        rows.append(row.long())
     if not rows:
         raise InputError("there is no prompt: give at least one token")
     longest = max(map(len, rows))
@@ -215,16 +220,6 @@ def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | No
     lengths = torch.tensor([len(row) for row in rows])
     padding = torch.arange(longest) < longest - lengths[:, None]
     return ids.to(device), padding.to(device) if bool(padding.any()) else None
-
-
-def _token_ids(prompt: Any, number: int) -> Tensor:
-    try:
-        ids = torch.as_tensor(prompt)
-    except (TypeError, ValueError, RuntimeError):
-        ids = torch.tensor(0.0)
-    if ids.ndim != 1 or len(ids) == 0 or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"prompt {number} is not a list of token ids, whole numbers, one at least")
-    return ids.long()
 
 
 def _stop_token(token: Any, vocabulary: int) -> int:

@@ -1,10 +1,8 @@
-"""The masked language model: a bidirectional encoder that predicts masked tokens.
-
-Legend: B batch, T tokens, D width, V vocabulary, M targets of a row, N layers.
-"""
+"""The masked language model: a bidirectional encoder that predicts masked tokens."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -48,38 +46,16 @@ class MaskedScores(NamedTuple):
     exit_correct: Bool[Tensor, "n_1 b m"]
 
 
-class Exit(nn.Module):
-    """The input of the shared head from a layer below the last: W · LayerNorm(x), initially W = 1.
-
-    Shapes: (…, D) → (…, D). W (D, D) and the norm's gain and bias are learned for each exit.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm = LayerNorm(dim)
-        self.linear = nn.Linear(dim, dim, bias=False)
-        nn.init.eye_(self.linear.weight)
-
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """Return W · LayerNorm(x)."""
-        y: Tensor = self.linear(self.norm(x))
-        return y
-
-
 class MaskedLM(TokenModel):
     """A bidirectional encoder that predicts masked tokens (BERT).
 
     `model(ids (B, T)) → logits (B, T, V)`; the id `vocab_size` is the mask. The head is the
     embedding, without the mask's row, unless `tie_head` is off. `key_padding` is True where a token
-    is padding. `backend` is the kernel of every layer, as in `attention`; with "reference" the
-    whole model is plain operations.
+    is padding. Source: arXiv 1810.04805.
 
-    With `exits` each layer below the last has an `Exit` to the shared head, where inference may
-    stop (FastBERT, arXiv 2004.02178). Exits learn from detached hidden vectors and a detached head,
-    so the stack is trained exactly as without them.
-
-    Weights are drawn from torch's global generator, the same with and without exits. Raises
-    `InputError` for ids outside the vocabulary (on CPU). Source: arXiv 1810.04805.
+    With `exits` each layer below the last has an exit, W · LayerNorm(x) with W = 1 at first, to the
+    shared head, where inference may stop (FastBERT, arXiv 2004.02178). Exits learn from detached
+    hidden vectors and a detached head, so the stack is trained exactly as without them.
     """
 
     config_class = MaskedLMConfig
@@ -90,8 +66,12 @@ class MaskedLM(TokenModel):
         tied = config.tie_head
         self.head = None if tied else nn.Linear(config.dim, config.vocab_size, bias=False)
         initialise(self, config)
-        count = config.layers - 1 if config.exits else 0
-        self.exits = nn.ModuleList(Exit(config.dim) for _ in range(count))
+        self.exits = nn.ModuleList()
+        for _ in range(config.layers - 1 if config.exits else 0):
+            linear = nn.Linear(config.dim, config.dim, bias=False)
+            nn.init.eye_(linear.weight)
+            norm = LayerNorm(config.dim)
+            self.exits.append(nn.Sequential(OrderedDict(norm=norm, linear=linear)))
 
     @property
     def head_weight(self) -> Float[Tensor, "v d"]:

@@ -1,41 +1,25 @@
-"""The stack of Transformer blocks that all models share.
-
-Legend: B batch, T tokens, S tokens in all, D width.
-"""
+"""The stack of Transformer blocks that all models share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from normattn import layers
 from normattn.errors import InputError
 from normattn.kernels.stats import observers, unobserved
-from normattn.layers.attention import Attention
 from normattn.layers.cache import KeyValueCache
-from normattn.layers.cross_attention import CrossAttention, Memory
-from normattn.layers.feed_forward import GELU, SwiGLU
-from normattn.layers.gau import GatedAttentionUnit
-from normattn.layers.norms import Derf, DyT, LayerNorm, RMSNorm
-from normattn.layers.residual import (
-    NGPT,
-    AttnRes,
-    DeepNorm,
-    FixedScale,
-    LayerOutputs,
-    PostLN,
-    PreLN,
-    ResidualConnection,
-    ReZero,
-)
+from normattn.layers.cross_attention import Memory
+from normattn.layers.residual import FixedScale, LayerOutputs, ResidualConnection
 from normattn.layers.residual_scores import ResidualLayer, residual_layers
-from normattn.models.config import StackConfig
+from normattn.models.config import NORMLESS, StackConfig
 from normattn.models.utils import checked_ids, embed
 from normattn.plain import plain_operations, use_plain_ops
 from normattn.score import ScoreSpec
@@ -44,6 +28,7 @@ Stream = Float[Tensor, "b t d"] | LayerOutputs
 """The residual stream, or with `AttnRes` the outputs of all sub-layers so far."""
 AfterLayer = Callable[[int, Tensor], None]
 """Called with the index of each layer, from 0, and its output (B, T, D)."""
+AnyContext = TypeVar("AnyContext", "AttentionContext", "CrossContext")
 
 
 @dataclass(frozen=True)
@@ -62,13 +47,14 @@ class AttentionContext:
     query_padding: Bool[Tensor, "b t"] | None = None
 
 
-class CrossContext(NamedTuple):
+@dataclass(frozen=True)
+class CrossContext:
     """The arguments of a decoder's cross-attention, for all T target tokens."""
 
     positions: Int[Tensor, " t"] | None
     query_padding: Bool[Tensor, "b t"] | None
-    residual: ResidualLayer | None
     backend: str
+    residual: ResidualLayer | None = None
 
 
 class TokenModel(nn.Module):
@@ -77,14 +63,18 @@ class TokenModel(nn.Module):
     PreLN, ReZero and AttnRes end in a norm. With PostLN, DeepNorm and nGPT, whose blocks end in
     one, the embedding is normalised, so every sub-layer reads a normalised stream. ReZeroNoNorm and
     FixedScale have none.
+
+    In all models `backend` is the kernel of every layer, as in `attention`: with "reference" the
+    whole model is plain operations, for any derivative and torch.func. Weights are drawn from
+    torch's global generator (`initialise`). Ids outside the vocabulary raise `InputError` (on CPU).
     """
 
     def __init__(self, config: StackConfig, num_embeddings: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_embeddings, config.dim)
-        self.embedding_norm = make_embedding_norm(config)
+        self.embedding_norm, final_norm = make_outer_norms(config)
         self.blocks = Blocks(config)
-        self.final_norm = make_final_norm(config)
+        self.final_norm = final_norm
 
     def hidden_states(
         self,
@@ -122,9 +112,8 @@ class Blocks(nn.ModuleList):
         self.activation_checkpointing = False
         self._score, self._cross_score = config.score, cross_score
         self._eps = config.norm_eps
-        self.query = (
-            nn.Parameter(torch.zeros(config.dim)) if config.placement == "AttnRes" else None
-        )
+        attn_res = config.placement == "AttnRes"
+        self.query = nn.Parameter(torch.zeros(config.dim)) if attn_res else None
 
     def forward(
         self,
@@ -140,23 +129,35 @@ class Blocks(nn.ModuleList):
         `caches` has one for each layer. A decoder needs `memories`, one for each block, and the
         `positions` of its queries if its cross-attention uses positions.
         """
-        contexts = self._layer_contexts(self._score, context)
-        cross_contexts: Sequence[CrossContext | None] = [None] * self.layers
-        if self._cross_score is not None:
-            cross_contexts = self._cross_contexts(self._cross_score, context, positions)
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        cross = CrossContext(positions, context.query_padding, context.backend)
+        contexts = self._for_layers(context, self._score, recompute)
+        cross_contexts = self._for_layers(cross, self._cross_score, recompute)
         stream: Stream = x if self.query is None else LayerOutputs((x,))
         for layer in range(self.layers):
             block: Any = self[layer % len(self)]
             cache = None if caches is None else caches[layer]
             memory = None if memories is None else memories[layer % len(self)]
             args = stream, contexts[layer], cache, memory, cross_contexts[layer]
-            if self._checkpoints:
+            if recompute:
                 stream = checkpoint(block, *args, use_reentrant=False, **_recompute_options())
             else:
                 stream = block(*args)
             if after is not None:
                 after(layer, self._output(stream))
         return self._output(stream)
+
+    def _for_layers(
+        self, context: AnyContext, score: ScoreSpec | None, recompute: bool
+    ) -> list[AnyContext]:
+        """The context of each layer, with its residual."""
+        if score is None or score.residual is None:
+            return [context] * self.layers
+        if recompute and score.residual.summed == "scores" and context.backend == "auto":
+            # Recomputed layers cannot fill a buffer of summed scores again.
+            context = replace(context, backend="concatenated")
+        residual = residual_layers(score, self.layers) or ()
+        return [replace(context, residual=layer) for layer in residual]
 
     def _output(self, stream: Stream) -> Float[Tensor, "b t d"]:
         """The stream, or with AttnRes the mixture of all outputs."""
@@ -178,32 +179,6 @@ class Blocks(nn.ModuleList):
         blocks: list[Any] = list(self)
         return [blocks[n % len(self)].mixer.sublayer.score.spec for n in range(self.layers)]
 
-    @property
-    def _checkpoints(self) -> bool:
-        return self.activation_checkpointing and torch.is_grad_enabled()
-
-    def _layer_contexts(
-        self, score: ScoreSpec, context: AttentionContext
-    ) -> list[AttentionContext]:
-        residual = residual_layers(score, self.layers)
-        if residual is None:
-            return [context] * self.layers
-        context = replace(context, backend=self._backend(score, context.backend))
-        return [replace(context, residual=layer) for layer in residual]
-
-    def _cross_contexts(
-        self, score: ScoreSpec, context: AttentionContext, positions: Tensor | None
-    ) -> list[CrossContext]:
-        residual = residual_layers(score, self.layers) or (None,) * self.layers
-        backend = self._backend(score, context.backend)
-        padding = context.query_padding
-        return [CrossContext(positions, padding, layer, backend) for layer in residual]
-
-    def _backend(self, score: ScoreSpec, backend: str) -> str:
-        """The kernel to use: recomputed layers cannot fill a buffer of summed scores again."""
-        summed = score.residual is not None and score.residual.summed == "scores"
-        return "concatenated" if self._checkpoints and summed and backend == "auto" else backend
-
 
 class Block(nn.Module):
     """Attention, a decoder's cross-attention, and feed-forward; or one gated attention unit.
@@ -219,24 +194,19 @@ class Block(nn.Module):
         self.cross: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
         if config.block == "gau":
-            unit = GatedAttentionUnit(
-                config.dim,
-                config.key_size,
-                config.expansion,
-                score,
-                separate_qk=config.separate_qk,
-                dropout=config.dropout,
-            )
+            gau_sizes = config.dim, config.key_size, config.expansion
+            options: dict[str, Any] = {"dropout": config.dropout, "separate_qk": config.separate_qk}
+            unit = layers.GatedAttentionUnit(*gau_sizes, score, **options)
             self.mixer: nn.Module = wrap_sublayer(config, unit)
             return
         sizes = config.dim, config.heads, config.kv_heads
-        options: dict[str, Any] = {"head_dim": config.head_dim, "dropout": config.dropout}
-        attention = Attention(*sizes, score, qkv_bias=config.qkv_bias, **options)
+        options = {"dropout": config.dropout, "head_dim": config.head_dim}
+        attention = layers.Attention(*sizes, score, qkv_bias=config.qkv_bias, **options)
         self.mixer = wrap_sublayer(config, attention)
         if cross_score is not None:
             spec = cross_score.layer(layer, config.layers)
-            self.cross = wrap_sublayer(config, CrossAttention(*sizes, spec, **options))
-        kind = SwiGLU if config.feed_forward == "swiglu" else GELU
+            self.cross = wrap_sublayer(config, layers.CrossAttention(*sizes, spec, **options))
+        kind = layers.SwiGLU if config.feed_forward == "swiglu" else layers.GELU
         self.feed_forward = wrap_sublayer(config, kind(config.dim, config.hidden))
 
     def forward(
@@ -250,7 +220,7 @@ class Block(nn.Module):
         """The block's output; cross-attention reads `memory`."""
         x = self.mixer(x, cache=cache, **vars(context))
         if self.cross is not None and cross_context is not None:
-            x = self.cross(x, memory=memory, **cross_context._asdict())
+            x = self.cross(x, memory=memory, **vars(cross_context))
         return x if self.feed_forward is None else self.feed_forward(x)
 
     def remember(self, *source: Any) -> Memory:
@@ -267,38 +237,35 @@ def wrap_sublayer(config: StackConfig, sublayer: nn.Module) -> ResidualConnectio
         case "FixedScale":
             return FixedScale(sublayer, dropout=dropout)
         case "ReZeroNoNorm":
-            return ReZero(sublayer, None, dropout)
+            return layers.ReZero(sublayer, None, dropout)
         case "DeepNorm":
-            return DeepNorm(sublayer, make_norm(config), config.deepnorm[0], dropout)
+            return layers.DeepNorm(sublayer, make_norm(config), config.deepnorm[0], dropout)
         case "nGPT":
-            return NGPT(sublayer, make_norm(config), dim, dropout)
+            return layers.NGPT(sublayer, make_norm(config), dim, dropout)
         case "AttnRes":
             block, eps = config.residual_block, config.norm_eps
-            return AttnRes(sublayer, make_norm(config), dim, dropout, block=block, eps=eps)
-    kinds = {"PreLN": PreLN, "PostLN": PostLN, "ReZero": ReZero}
-    return kinds[config.placement](sublayer, make_norm(config), dropout)
+            return layers.AttnRes(sublayer, make_norm(config), dim, dropout, block=block, eps=eps)
+        case _:
+            kinds = {"PreLN": layers.PreLN, "PostLN": layers.PostLN, "ReZero": layers.ReZero}
+            return kinds[config.placement](sublayer, make_norm(config), dropout)
 
 
 def make_norm(config: StackConfig) -> nn.Module:
     """The configured norm over the width, or its replacement."""
     dim, eps, gain = config.dim, config.norm_eps, config.norm_gain
     if config.norm in ("dyt", "derf"):
-        return (DyT if config.norm == "dyt" else Derf)(dim, gain=gain)
+        return (layers.DyT if config.norm == "dyt" else layers.Derf)(dim, gain=gain)
     if config.placement == "nGPT":
-        return RMSNorm(dim, eps, gain=False)
+        return layers.RMSNorm(dim, eps, gain=False)
     if config.norm == "layer":
-        return LayerNorm(dim, eps, gain=gain)
-    return RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)
+        return layers.LayerNorm(dim, eps, gain=gain)
+    return layers.RMSNorm(dim, eps, gain=gain, eps_placement=config.eps_placement)
 
 
-def make_embedding_norm(config: StackConfig) -> nn.Module | None:
-    """The norm of the embedding, where the blocks end in a norm."""
-    return make_norm(config) if config.ends_in_norm else None
-
-
-def make_final_norm(config: StackConfig) -> nn.Module | None:
-    """The norm after the last block, where blocks have norms but do not end in one."""
-    return make_norm(config) if config.has_norms and not config.ends_in_norm else None
+def make_outer_norms(config: StackConfig) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms before the first block, where blocks end in a norm, or else after the last one."""
+    norm = None if config.placement in NORMLESS else make_norm(config)
+    return (norm, None) if config.placement in ("PostLN", "DeepNorm", "nGPT") else (None, norm)
 
 
 def set_activation_checkpointing(model: nn.Module, on: bool = True) -> None:

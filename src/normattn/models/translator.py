@@ -1,7 +1,4 @@
-"""The encoder–decoder Transformer for translation.
-
-Legend: B pairs, S source tokens, T target tokens, D width, V target words, r targets per source.
-"""
+"""The encoder–decoder Transformer for translation."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ from normattn.layers.cross_attention import Memory
 from normattn.models.cache import ModelCache
 from normattn.models.config import TranslatorConfig
 from normattn.models.initialisation import initialise
-from normattn.models.transformer import (
-    AttentionContext,
-    Blocks,
-    make_embedding_norm,
-    make_final_norm,
-)
+from normattn.models.transformer import AttentionContext, Blocks, make_outer_norms
 from normattn.models.utils import checked_ids, embed, without_dropout
 from normattn.plain import plain_operations
 
@@ -57,12 +49,10 @@ class Translator(nn.Module):
 
     `model(source (B, S), target (B, T)) → logits (B, T, V)` for the token after each of `target`,
     which begins with `bos_id`. `pad_id` pads sources on either side and targets on the right. A
-    source usually ends in `eos_id`, which is not added here. Norms before and after each stack are
-    as in `TokenModel`; dropout also acts on the embeddings. Only the scores encode positions. The
-    head is the target's embedding unless `tie_head` is off. `backend` is the kernel of every layer,
-    as in `attention`; with "reference" the whole model is plain operations. Weights are drawn from
-    torch's global generator (`initialise`). Raises `InputError` for ids outside the vocabulary (on
-    CPU) and for an empty source. Source: arXiv 1706.03762.
+    source usually ends in `eos_id`, which is not added here; an empty one raises `InputError`.
+    Norms, `backend` and weights are as in `TokenModel`; dropout also acts on the embeddings. Only
+    the scores encode positions. The head is the target's embedding unless `tie_head` is off.
+    Source: arXiv 1706.03762.
     """
 
     config_class = TranslatorConfig
@@ -74,12 +64,12 @@ class Translator(nn.Module):
         shared, tied = config.shared_vocabulary, config.tie_head
         self.source_embedding = nn.Embedding(config.source_vocab, dim)
         self.target_embedding = None if shared else nn.Embedding(target_size, dim)
-        self.source_norm = make_embedding_norm(config)
-        self.target_norm = make_embedding_norm(config)
+        self.source_norm, encoder_norm = make_outer_norms(config)
+        self.target_norm, decoder_norm = make_outer_norms(config)
         self.encoder = Blocks(config)
-        self.encoder_norm = make_final_norm(config)
+        self.encoder_norm = encoder_norm
         self.decoder = Blocks(decoder, config.resolved_cross_score)
-        self.decoder_norm = make_final_norm(config)
+        self.decoder_norm = decoder_norm
         self.head = None if tied else nn.Linear(dim, target_size, bias=False)
         initialise(self, config)
         # Again with the gain of the decoder's own depth.
@@ -88,7 +78,7 @@ class Translator(nn.Module):
     @property
     def head_weight(self) -> Float[Tensor, "v d"]:
         """The matrix (V, D) that turns a hidden vector into logits."""
-        return self._targets.weight if self.head is None else self.head.weight
+        return (self.head or self.target_embedding or self.source_embedding).weight
 
     def forward(
         self, source: Int[Tensor, "b s"], target: Int[Tensor, "b t"], backend: str = "auto"
@@ -134,7 +124,8 @@ class Translator(nn.Module):
         context = AttentionContext(backend=backend, query_padding=padding)
         positions = torch.arange(first, first + target.shape[1], device=target.device)
         with plain_operations(backend == "reference"):
-            x = self._embed(self._targets, self.target_norm, target)
+            table = self.target_embedding or self.source_embedding
+            x = self._embed(table, self.target_norm, target)
             x = self.decoder(x, context, caches, memories=encoded.memories, positions=positions)
             if cache is not None:
                 cache.commit(target.shape[1])
@@ -173,10 +164,6 @@ class Translator(nn.Module):
         loss = scores.loss.new_zeros(valid.shape).masked_scatter_(valid, scores.loss)
         correct = torch.zeros_like(valid).masked_scatter_(valid, scores.correct)
         return TokenScores(loss, correct)
-
-    @property
-    def _targets(self) -> nn.Embedding:
-        return self.source_embedding if self.target_embedding is None else self.target_embedding
 
     def _hidden_and_targets(
         self, source: Tensor, target: Tensor, backend: str = "auto"

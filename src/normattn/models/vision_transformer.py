@@ -1,7 +1,4 @@
-"""The Vision Transformer: an image classifier on a sequence of patches.
-
-Legend: B batch, C channels, T tokens, D width, K classes.
-"""
+"""The Vision Transformer: an image classifier on a sequence of patches."""
 
 from __future__ import annotations
 
@@ -15,12 +12,7 @@ from normattn.kernels.numerics import at_least_float32
 from normattn.layers.checks import check_tensor
 from normattn.models.config import VisionConfig
 from normattn.models.initialisation import initialise
-from normattn.models.transformer import (
-    AttentionContext,
-    Blocks,
-    make_embedding_norm,
-    make_final_norm,
-)
+from normattn.models.transformer import AttentionContext, Blocks, make_outer_norms
 from normattn.models.utils import without_dropout
 from normattn.plain import plain_operations
 
@@ -50,9 +42,9 @@ class VisionTransformer(nn.Module):
         learned = config.positions == "learned"
         self.position = nn.Embedding(config.tokens, config.dim) if learned else None
         self.class_token = nn.Parameter(torch.zeros(config.dim)) if config.pool == "class" else None
-        self.embedding_norm = make_embedding_norm(config)
+        self.embedding_norm, final_norm = make_outer_norms(config)
         self.blocks = Blocks(config)
-        self.final_norm = make_final_norm(config)
+        self.final_norm = final_norm
         self.head = nn.Linear(config.dim, config.classes)
         initialise(self, config)
         with torch.no_grad():
@@ -65,18 +57,21 @@ class VisionTransformer(nn.Module):
         self, images: Float[Tensor, "b c h w"], backend: str = "auto"
     ) -> Float[Tensor, "b k"]:
         """The logits of the classes."""
-        logits: Tensor = self.head(self.features(images, backend))
-        return logits
-
-    def features(
-        self, images: Float[Tensor, "b c h w"], backend: str = "auto"
-    ) -> Float[Tensor, "b d"]:
-        """The head's input."""
+        config = self.config
+        rows = images.shape[:1] if isinstance(images, Tensor) else ()
+        sizes = config.channels, config.height, config.width
+        check_tensor("images", images, "floating", (*rows, *sizes))
         with plain_operations(backend == "reference"):
-            context = AttentionContext(causal=False, backend=backend)
-            x: Tensor = self.blocks(self._embed(images), context)
+            x: Tensor = self.patches(F.unfold(images, config.patch, stride=config.patch).mT)
+            if self.class_token is not None:
+                x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+            if self.position is not None:
+                x = x + self.position.weight
+            x = x if self.embedding_norm is None else self.embedding_norm(x)
+            x = self.blocks(x, AttentionContext(causal=False, backend=backend))
             x = x if self.final_norm is None else self.final_norm(x)
-            return x[:, 0] if self.class_token is not None else x.mean(1)
+        logits: Tensor = self.head(x[:, 0] if self.class_token is not None else x.mean(1))
+        return logits
 
     def loss(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, "b"], *, backend: str = "auto"
@@ -99,15 +94,3 @@ class VisionTransformer(nn.Module):
         logits = logits.to(at_least_float32(logits.dtype))
         loss = F.cross_entropy(logits, labels.long(), reduction=reduction)
         return loss, logits.argmax(-1) == labels
-
-    def _embed(self, images: Tensor) -> Tensor:
-        config = self.config
-        rows = images.shape[:1] if isinstance(images, Tensor) else ()
-        sizes = config.channels, config.height, config.width
-        check_tensor("images", images, "floating", (*rows, *sizes))
-        x: Tensor = self.patches(F.unfold(images, config.patch, stride=config.patch).mT)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
-        if self.position is not None:
-            x = x + self.position.weight
-        return x if self.embedding_norm is None else self.embedding_norm(x)

@@ -24,6 +24,7 @@ from normattn.lab.runs import Checkpoint, Checkpoints
 from normattn.lab.training.state import read_shards
 
 T = TypeVar("T")
+Meta = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class World:
             failure = error
         said = self.first_not_none(None if failure is None else str(failure) or repr(failure))
         if said is not None:
-            self.barrier()
+            if self.size > 1:
+                dist.barrier()
             raise failure or NormattnError(f"another process of the group failed: {said}")
         return result
 
@@ -106,11 +108,6 @@ class World:
         if self.size == 1:
             return flag
         return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0.0)
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.size > 1:
-            dist.barrier()
 
 
 @contextmanager
@@ -142,7 +139,17 @@ def _joined_group(device: str) -> Iterator[World]:
         yield World(0, 1, chosen)
         return
     try:
-        _init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun's store survives a restart and still has the addresses of the former
+            # processes (pytorch#135712). Agents of several machines count restarts separately;
+            # there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store each time.
+            store, rank, ranks = next(rendezvous("env://"))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"attempt-{attempt}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(backend)
     except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(
@@ -159,22 +166,6 @@ def _joined_group(device: str) -> Iterator[World]:
     finally:
         # Without the barriers, destroying a gloo group under load aborts ranks still communicating.
         dist.destroy_process_group()
-
-
-def _init_process_group(backend: str) -> None:
-    """Initialise torchrun's process group with a separate store for each restart.
-
-    torchrun's store survives a restart and still has the addresses of the former processes
-    (pytorch#135712). Agents of several machines count restarts separately; there,
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives a new store each time.
-    """
-    if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        dist.init_process_group(backend)
-        return
-    store, rank, size = next(rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def choose_device(name: str) -> torch.device:
@@ -203,8 +194,8 @@ class Parallel:
     call each method together.
     """
 
-    can_find_divergence = True
-    """Whether a forward pass can be repeated outside the wrapper, module by module."""
+    sharded = False
+    """Whether each process holds, and writes, its shards only, of parameters and the optimiser."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -212,7 +203,7 @@ class Parallel:
     @property
     def writes(self) -> bool:
         """Whether this process writes to checkpoints."""
-        return self._world.main
+        return self.sharded or self._world.main
 
     def wrap(self, objective: nn.Module) -> nn.Module:
         """Wrap a module so that its backward pass averages gradients over processes."""
@@ -229,21 +220,19 @@ class Parallel:
         """Average the gradients of parameters that the wrapper leaves out."""
 
     def decide(self, condition: Callable[[], bool]) -> bool:
-        """Return the main process's answer to `condition`."""
-        return self.writes and condition()
+        """Return the main process's answer to `condition` on the processes that write."""
+        answer = self._world.main and condition()
+        return self._world.any(answer) if self.sharded else answer
 
     def is_finite(self, model: nn.Module) -> bool:
         """Return whether all parameters are finite on the processes that write."""
         # A process has only its shard of a DTensor.
         local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in model.parameters())
-        return all(bool(torch.isfinite(tensor).all()) for tensor in local)
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in local)
+        return not self._world.any(not finite) if self.sharded else finite
 
     def save(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
+        self, checkpoints: Checkpoints, step: int, tensors: Mapping[str, Tensor], meta: Meta
     ) -> None:
         """Write a checkpoint, or start to; the tensors may change as soon as this returns."""
         checkpoints.save(step, tensors, meta)
@@ -253,7 +242,9 @@ class Parallel:
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the tensors of a checkpoint as this process holds them, whatever wrote it."""
-        return read_shards(checkpoint, model) if checkpoint.sharded else checkpoint.tensors
+        if self.sharded or checkpoint.sharded:
+            return read_shards(checkpoint, model)
+        return checkpoint.tensors
 
     def full_parameters(self, model: nn.Module) -> AbstractContextManager[object]:
         """Inside, the main process holds all parameters of `model` in full."""

@@ -9,7 +9,7 @@ has a pickled index, and unpickling executes code.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -28,10 +28,9 @@ from torch.distributed.fsdp import (
 )
 
 from normattn.io import explain_os_errors
-from normattn.lab.runs import Checkpoint, Checkpoints
-from normattn.lab.training.distributed import Parallel, World
+from normattn.lab.runs import Checkpoints
+from normattn.lab.training.distributed import Meta, Parallel, World
 from normattn.lab.training.sharding import full_tensor, replace_sharded_parameters
-from normattn.lab.training.state import read_shards
 from normattn.models.transformer import Blocks
 
 
@@ -42,7 +41,7 @@ class Sharded(Parallel):
     copy of each until the backward pass). Gradients are summed in fp32, and shards are fp32.
     """
 
-    can_find_divergence = False
+    sharded = True
 
     def __init__(self, world: World, precision: str) -> None:
         super().__init__(world)
@@ -52,11 +51,6 @@ class Sharded(Parallel):
         self._group = dist.new_group(backend="gloo")
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
-
-    @property
-    def writes(self) -> bool:
-        """Every process writes its shards."""
-        return True
 
     def wrap(self, objective: nn.Module) -> nn.Module:
         """Shard the parameters: those of each block together, then all others."""
@@ -84,20 +78,8 @@ class Sharded(Parallel):
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean)
 
-    def decide(self, condition: Callable[[], bool]) -> bool:
-        """Return the main process's answer on every process."""
-        return self._world.any(self._world.main and condition())
-
-    def is_finite(self, model: nn.Module) -> bool:
-        """Return whether the shards of all processes are finite."""
-        return not self._world.any(not super().is_finite(model))
-
     def save(
-        self,
-        checkpoints: Checkpoints,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
+        self, checkpoints: Checkpoints, step: int, tensors: Mapping[str, Tensor], meta: Meta
     ) -> None:
         """Copy the shards and write them in the background; `wait` waits for the end.
 
@@ -134,10 +116,6 @@ class Sharded(Parallel):
                 # The main process raises the errors of all processes.
                 pending.exception()
             self._world.on_main(pending.result)
-
-    def load(self, checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return this process's shards of the tensors, whatever wrote them."""
-        return read_shards(checkpoint, model)
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -11,10 +11,9 @@ from normattn.errors import InputError
 from normattn.io import expand_path, read_object, write_json
 from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.data.tokens import TokenData
-from normattn.models import CausalLM, CausalLMConfig
-from normattn.models.config import MaskedLMConfig
-from normattn.models.masked_lm import MaskedLM
-from normattn.models.pretrained import CONFIG_FILE, load_as
+from normattn.models import CausalLM
+from normattn.models.config import StackConfig
+from normattn.models.pretrained import CONFIG_FILE, Model, load_as
 from normattn.settings import Settings
 from normattn.terminal import warn
 
@@ -55,8 +54,6 @@ def refuse_other_data(data: Any, run: Path, was: str = "trained") -> None:
 
 KEPT_MODELS = "kept"
 """The folder of a run with the models of the steps in `keep`."""
-AnyConfig = TypeVar("AnyConfig", CausalLMConfig, MaskedLMConfig)
-AnyModel = TypeVar("AnyModel", CausalLM, MaskedLM)
 
 
 class Continuation(Settings):
@@ -89,14 +86,16 @@ class Continuation(Settings):
             raise InputError(f"{start / CONFIG_FILE} does not describe a saved model")
         return cls(start=str(start), weights=digest, method=method, length=length, trained=trained)
 
-    def saved_config(self, model: AnyConfig) -> AnyConfig:
+    def saved_config(self, model: Any) -> Any:
         """Return the settings of the saved model: `model` with the score it was trained with."""
         if self.trained is None:
             return model
         return type(model)(**{**model.model_dump(mode="json"), "score": self.trained})
 
-    def check(self, model: CausalLMConfig) -> None:
+    def check(self, model: StackConfig) -> None:
         """Raise `InputError` if the method cannot be applied to the model's score."""
+        if not model.causal and (self.method or self.length):
+            raise InputError("continued: a masked language model goes on without method and length")
         model.score.with_method(self.method).resolve(train_length=model.train_length)
 
 
@@ -107,10 +106,8 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
     start = expand_path(continued.start)
     run = start.parent.parent if start.parent.name == KEPT_MODELS else start.parent
     saved = run / TOKENISER_FILE
-    if not saved.is_file():
-        return
     current = None if data.tokeniser is None else data.tokeniser.fingerprint
-    if Tokeniser.load(saved).fingerprint != current:
+    if saved.is_file() and Tokeniser.load(saved).fingerprint != current:
         raise InputError(
             f"the model in {start} was trained with the tokeniser {saved}, and this corpus has "
             "another: token ids would mean other tokens; continue on the corpus that it was "
@@ -118,7 +115,7 @@ def refuse_other_tokeniser(continued: Continuation | None, data: TokenData) -> N
         )
 
 
-def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None) -> AnyModel:
+def new_model(kind: type[Model], config: Any, continued: Continuation | None) -> Model:
     """Return the initial model: a new one, or the saved model of `continued`.
 
     Raises `InputError` if the saved model has other settings or weights than configured, or
@@ -134,7 +131,8 @@ def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None)
             f"({weights[:12]}… there, {continued.weights[:12]}… in its configuration)"
         )
     model = load_as(kind, start)
-    if model.config != continued.saved_config(config):
+    trained: Any = model.config
+    if trained != continued.saved_config(config):
         raise InputError(
             f"the model in {start} has other settings than `model` says; continued training uses "
             "them as they were saved"
@@ -144,7 +142,7 @@ def new_model(kind: type[AnyModel], config: Any, continued: Continuation | None)
         _, unexpected = model.load_state_dict(saved.state_dict(), strict=False)
         if unexpected:
             raise InputError(
-                f"a model trained with {saved.config.score} cannot continue with {config.score}, "
+                f"a model trained with {trained.score} cannot continue with {config.score}, "
                 f"which does not have {', '.join(unexpected)}"
             )
     if isinstance(model, CausalLM):

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from normattn.errors import DivergedError, Interrupted
 from normattn.lab.runs import (
@@ -22,7 +24,6 @@ from normattn.lab.runs import (
 from normattn.lab.runs.environment import torch_threads
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.distributed import World, process_group
-from normattn.lab.training.divergence import GRADIENT, find_origin
 from normattn.lab.training.progress import ProgressBar
 from normattn.lab.training.state import pack, unpack
 from normattn.lab.training.step import StepValues, TrainStep
@@ -34,6 +35,7 @@ from normattn.terminal import warn
 STATUS_SECONDS = 5.0
 # Checkpoints take at most this share of the time: slow ones are written less often.
 CHECKPOINT_SHARE = 0.05
+_GRADIENT = "the gradient of"
 
 
 def train(
@@ -143,15 +145,6 @@ class _Loop:
                 raise
             self.failure = self.failure or error
 
-    def _raise_failure(self) -> None:
-        """Raise the main process's stored failure, if any, on every process."""
-
-        def raise_stored() -> None:
-            if self.failure is not None:
-                raise self.failure
-
-        self.world.on_main(raise_stored)
-
     def run_to_end(
         self,
         displays: Sequence[ProgressBar | Tracking],
@@ -180,8 +173,16 @@ class _Loop:
                     with self.parallel.full_parameters(self.task.model):
                         self.world.on_main(partial(export_kept, self.task, step))
                 if values.stop and step < self.steps:
-                    self._interrupt(step)
-                self._attempt(self._save_when_due, step)
+                    self._save_and_wait(step)
+                    by = self.request.by or "another process of the group"
+                    message = f"stopped by {by} after step {step} of {self.steps}"
+                    status = partial(self.run.set_status, "interrupted", step, self.steps, message)
+                    self.world.on_main(status)
+                    raise Interrupted(f"{message}; rerun the command to resume from there")
+                if self.parallel.decide(lambda: time.monotonic() >= self.save_due):
+                    self._attempt(self._save, step)
+                elif self.world.main and time.monotonic() >= self.status_due:
+                    self._attempt(self._write_status, step)
             self._save_and_wait(self.steps)
         finally:
             for display in displays:
@@ -195,41 +196,40 @@ class _Loop:
 
     def _resume(self) -> int:
         """Load the last complete checkpoint, truncate the logs to it; return its step."""
-        loaded: list[Checkpoint] = []
-        step, meta = self.world.on_main(lambda: self._prepare_files(loaded))
+        run, loaded = self.run, list[Checkpoint]()
+
+        def prepare_files() -> tuple[int, dict[str, Any]]:
+            checkpoint = run.checkpoints.latest()
+            step, meta = (checkpoint.step, checkpoint.meta) if checkpoint else (0, {})
+            run.checkpoints.set_aside_after(step)
+            for log in self.logs:
+                log.truncate_after(step)
+            if checkpoint:
+                loaded.append(checkpoint)
+            current = describe_environment(
+                device=str(self.world.device.type),
+                precision=self.config.precision,
+                processes=self.world.size,
+                compile=self.config.compile,
+            )
+            if changed := record_environment(run.path / "environment.json", current, step):
+                warn(
+                    f"warning: {run.path} resumes at step {step} in another environment "
+                    f"({'; '.join(changed)}); its digits may differ from those of a run never "
+                    "stopped"
+                )
+            run.set_status("running", step, self.steps)
+            return step, meta
+
+        step, meta = self.world.on_main(prepare_files)
         if step > 0:
             # The main process has loaded it already, to verify it.
-            checkpoint = loaded[0] if loaded else self.run.checkpoints.load(step)
+            checkpoint = loaded[0] if loaded else run.checkpoints.load(step)
             tensors = self.parallel.load(checkpoint, self.task.model)
             unpack(tensors, self.task.model, self.stepper.optimiser)
             self.stepper.scaler.load_state_dict(meta.get("loss_scale", {}))
             self.last = StepReport(**meta["last"])
         return step
-
-    def _prepare_files(self, loaded: list[Checkpoint]) -> tuple[int, dict[str, Any]]:
-        """Load the last checkpoint into `loaded`, truncate the logs, record the environment."""
-        run, config = self.run, self.config
-        checkpoint = run.checkpoints.latest()
-        step, meta = (checkpoint.step, checkpoint.meta) if checkpoint else (0, {})
-        run.checkpoints.set_aside_after(step)
-        for log in self.logs:
-            log.truncate_after(step)
-        if checkpoint:
-            loaded.append(checkpoint)
-        current = describe_environment(
-            device=str(self.world.device.type),
-            precision=config.precision,
-            processes=self.world.size,
-            compile=config.compile,
-        )
-        changed = record_environment(run.path / "environment.json", current, step)
-        if changed:
-            warn(
-                f"warning: {run.path} resumes at step {step} in another environment "
-                f"({'; '.join(changed)}); its digits may differ from those of a run never stopped"
-            )
-        run.set_status("running", step, self.steps)
-        return step, meta
 
     def _step(self, step: int) -> StepValues:
         with ExitStack() as stack:
@@ -252,38 +252,19 @@ class _Loop:
 
     def _report(self, step: int, values: StepValues) -> None:
         seconds, per_step = time.monotonic() - self.started, self.task.tokens_per_step
+        rate = (step - self.started_step) * per_step / max(seconds, 1e-9)
         report = self.last = StepReport(
-            step,
-            self.steps,
-            values.loss,
-            values.gradient_norm,
-            values.learning_rate,
-            values.metrics,
-            step * per_step,
-            (step - self.started_step) * per_step / max(seconds, 1e-9),
-            seconds,
+            *(step, self.steps, values.loss, values.gradient_norm, values.learning_rate),
+            *(values.metrics, step * per_step, rate, seconds),
         )
         if not self.world.main:
             return
         if step % self.config.log_every == 0 or step in (1, self.steps):
-            self.run.metrics.append(
-                {
-                    "step": step,
-                    "loss": values.loss,
-                    **values.metrics,
-                    "gradient_norm": values.gradient_norm,
-                    "learning_rate": values.learning_rate,
-                    "tokens": report.tokens,
-                }
-            )
+            line = {"step": step, "loss": values.loss, **values.metrics}
+            rates = {"gradient_norm": values.gradient_norm, "learning_rate": values.learning_rate}
+            self.run.metrics.append({**line, **rates, "tokens": report.tokens})
         for listener in self.listeners:
             listener(report)
-
-    def _save_when_due(self, step: int) -> None:
-        if self.parallel.decide(lambda: time.monotonic() >= self.save_due):
-            self._save(step)
-        elif self.world.main and time.monotonic() >= self.status_due:
-            self._write_status(step)
 
     def _save(self, step: int) -> None:
         """Write, or if sharded start to write, the checkpoint of `step` if weights are finite."""
@@ -313,7 +294,12 @@ class _Loop:
         """Save, wait, and raise the main process's failure, if any, on every process."""
         self._attempt(self._save, step)
         self.parallel.wait()
-        self._raise_failure()
+
+        def raise_failure() -> None:
+            if self.failure is not None:
+                raise self.failure
+
+        self.world.on_main(raise_failure)
 
     def _flush_logs(self) -> None:
         for log in self.logs:
@@ -323,26 +309,16 @@ class _Loop:
         self.run.set_status("running", step, self.steps)
         self.status_due = time.monotonic() + STATUS_SECONDS
 
-    def _interrupt(self, step: int) -> None:
-        self._raise_failure()
-        by = self.request.by or "another process of the group"
-        message = f"stopped by {by} after step {step} of {self.steps}"
-        self._save_and_wait(step)
-        self.world.on_main(lambda: self.run.set_status("interrupted", step, self.steps, message))
-        raise Interrupted(f"{message}; rerun the command to resume from there")
-
     def _diverge(self, step: int, values: StepValues) -> None:
         """Save the state before this step, find where it diverged, and raise `DivergedError`."""
         where = "a module not searched for (resume with parallel ddp to have it named)"
         self.stepper.restore_buffers()
-        if self.parallel.can_find_divergence:
+        if not self.parallel.sharded:  # The forward pass can be repeated outside its wrapper.
             origin, first = find_origin(self.stepper, step), self.world.first_not_none
             # The backward pass of BatchNorm spreads what is not finite to all processes.
-            in_backward = origin is not None and origin.startswith(GRADIENT)
-            norm = (
-                f"the gradient norm ({values.gradient_norm}), every loss and gradient being finite"
-            )
-            where = first(None if in_backward else origin) or first(origin) or norm
+            in_forward = None if (origin or "").startswith(_GRADIENT) else origin
+            norm = f"the gradient norm ({values.gradient_norm}), all losses and gradients finite"
+            where = first(in_forward) or first(origin) or norm
             # The search has repeated the forward pass.
             self.stepper.restore_buffers()
         if step > 1:
@@ -354,3 +330,47 @@ class _Loop:
             details = {"where": where, "checkpoint": error.checkpoint}
             self.run.set_status("diverged", step, self.steps, str(error), **details)
         raise error
+
+
+def find_origin(stepper: TrainStep, step: int) -> str | None:
+    """Repeat the forward and backward passes of `step`; return where values stop being finite.
+
+    The origin is the first module whose output is not finite, such as `blocks.1.feed_forward.down`
+    (with its parameter if that was not finite before), or the loss, or the first gradient. None if
+    all values of this rank are finite. Each rank repeats all of it: BatchNorm communicates.
+    """
+    origins: list[str] = []
+
+    def check_output(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not _finite(output):
+            bad = [key for key, value in module.named_parameters() if not _finite(value)]
+            before = f" (its parameter {bad[0]} was not finite before this step)" if bad else ""
+            origins.append(name + before)
+
+    def check_gradient(name: str, parameter: Any) -> None:
+        if not _finite(parameter.grad):
+            origins.append(f"{_GRADIENT} {name}")
+
+    model = stepper.task.model
+    stepper.optimiser.zero_grad()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            hook = partial(check_output, name or "the model")
+            stack.callback(module.register_forward_hook(hook).remove)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                add_hook: Any = parameter.register_post_accumulate_grad_hook
+                stack.callback(add_hook(partial(check_gradient, name)).remove)
+        for micro, batch in enumerate(stepper.batches(step)):
+            stepper.seed(step, micro)
+            with stepper.autocast():
+                loss, _ = stepper.task.loss(batch)
+            if not origins and not bool(torch.isfinite(loss)):
+                origins.append("the loss, every module's output being finite")
+            loss.backward()  # type: ignore[no-untyped-call]
+    return origins[0] if origins else None
+
+
+def _finite(values: Any) -> bool:
+    tensors = (leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return all(bool(torch.isfinite(x).all()) for x in tensors if x.is_floating_point())

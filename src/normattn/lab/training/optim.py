@@ -11,11 +11,13 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from normattn.errors import InputError
 from normattn.lab.training.config import AdamWConfig, MuonConfig, OptimiserConfig, TigerConfig
 from normattn.lab.training.sharding import full_tensor, local_rows
-from normattn.layers import Attention, CrossAttention, GatedAttentionUnit
+from normattn.layers import GELU, Attention, CrossAttention, GatedAttentionUnit, SwiGLU
+from normattn.layers.attention import SelfAttention
 
 Named = dict[str, nn.Parameter]
 _VECTOR_NAMES = frozenset({"gain", "bias", "gamma", "beta", "scale", "alpha"})
@@ -116,27 +118,12 @@ def make_optimiser(model: nn.Module, config: OptimiserConfig) -> Optimiser:
         raise InputError("the model has no trainable parameter")
     if isinstance(config, TigerConfig):
         return Optimiser([(Tiger(groups, config), names)])
-    if isinstance(config, MuonConfig):
-        return Optimiser(_muon(model, groups, config))
-    decayed, undecayed = {**groups.matrices, **groups.embeddings}, groups.vectors
-    return Optimiser([(_adamw(decayed, undecayed, config, fused=True), names)])
-
-
-def _adamw(
-    decayed: Named, undecayed: Named, config: AdamWConfig | MuonConfig, **options: Any
-) -> torch.optim.AdamW:
-    """Return torch's AdamW without weight decay on `undecayed`."""
-    members = [(list(decayed.values()), config.weight_decay), (list(undecayed.values()), 0.0)]
-    groups = [{"params": params, "weight_decay": decay} for params, decay in members if params]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
-
-
-def _muon(
-    model: nn.Module, groups: ParameterGroups, config: MuonConfig
-) -> list[tuple[torch.optim.Optimizer, list[str]]]:
-    """Return Muon for matrices, and AdamW for embeddings, the head, vectors and scores."""
+    if isinstance(config, AdamWConfig):
+        decayed = {**groups.matrices, **groups.embeddings}
+        return Optimiser([(_adamw(decayed, groups.vectors, config, fused=True), names)])
+    # Muon for hidden matrices, AdamW for embeddings, the head, vectors and scores.
     matrices: Named = {}
-    decayed: Named = {}
+    decayed = {}
     for name, parameter in groups.matrices.items():
         hidden = parameter.ndim == 2 and not name.startswith("head.")
         (matrices if hidden else decayed)[name] = parameter
@@ -154,7 +141,16 @@ def _muon(
     if decayed or groups.vectors:
         adamw = _adamw(decayed, groups.vectors, config)
         members.append((adamw, [*decayed, *groups.vectors]))
-    return members
+    return Optimiser(members)
+
+
+def _adamw(
+    decayed: Named, undecayed: Named, config: AdamWConfig | MuonConfig, **options: Any
+) -> torch.optim.AdamW:
+    """Return torch's AdamW without weight decay on `undecayed`."""
+    members = [(list(decayed.values()), config.weight_decay), (list(undecayed.values()), 0.0)]
+    groups = [{"params": params, "weight_decay": decay} for params, decay in members if params]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **options)
 
 
 def projection_rows(model: nn.Module, split: Literal["qkv", "heads"]) -> dict[str, list[int]]:
@@ -214,24 +210,18 @@ class Muon(torch.optim.Optimizer):
                 update = full_tensor(parameter.grad.lerp(momentum, beta))
                 parameter.mul_(1 - lr * group["weight_decay"])
                 local, first = local_rows(parameter)
-                for start, direction, size in self._directions(parameter, update):
-                    low, high = max(start, first), min(start + len(direction), first + len(local))
+                start = 0
+                for rows, equal in groupby(self._blocks[parameter]):  # Neighbours as one batch.
+                    count = len([*equal])
+                    block = update[start : start + count * rows]
+                    batch = block if count == 1 else block.reshape(count, rows, -1)
+                    size = 0.2 * math.sqrt(max(batch.shape[-2:]))
+                    direction = orthogonalise(batch).reshape(block.shape)
+                    low, high = max(start, first), min(start + len(block), first + len(local))
                     if low < high:
-                        rows = direction[low - start : high - start]
-                        local[low - first : high - first].add_(rows, alpha=-lr * size)
-
-    def _directions(
-        self, parameter: Tensor, update: Float[Tensor, "r c"]
-    ) -> Iterator[tuple[int, Float[Tensor, "p c"], float]]:
-        """Yield first row, direction and step size of each block; equal neighbours as one batch."""
-        start = 0
-        for rows, equal in groupby(self._blocks[parameter]):
-            count = len([*equal])
-            block = update[start : start + count * rows]
-            batch = block if count == 1 else block.reshape(count, rows, -1)
-            size = 0.2 * math.sqrt(max(batch.shape[-2:]))
-            yield start, orthogonalise(batch).reshape(block.shape), size
-            start += count * rows
+                        local_update = direction[low - start : high - start]
+                        local[low - first : high - first].add_(local_update, alpha=-lr * size)
+                    start += count * rows
 
 
 def orthogonalise(update: Float[Tensor, "*n r c"]) -> Float[Tensor, "*n r c"]:
@@ -268,13 +258,11 @@ class Tiger(torch.optim.Optimizer):
                 raise InputError(
                     f"Tiger cannot train {name}: it is all zero, so its step would be zero"
                 )
+        decay = config.weight_decay
+        kinds = (("matrix", groups.matrices, decay), ("embedding", groups.embeddings, decay))
         params = [
-            {"params": list(members.values()), "kind": kind, "weight_decay": decay}
-            for kind, members, decay in (
-                ("matrix", groups.matrices, config.weight_decay),
-                ("embedding", groups.embeddings, config.weight_decay),
-                ("vector", groups.vectors, 0.0),
-            )
+            {"params": list(members.values()), "kind": kind, "weight_decay": weight_decay}
+            for kind, members, weight_decay in (*kinds, ("vector", groups.vectors, 0.0))
             if members
         ]
         super().__init__(params, {"lr": config.lr, "beta": config.beta})
@@ -283,27 +271,51 @@ class Tiger(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
             parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update(parameters, group)
+            if not parameters:
+                continue
+            for parameter in parameters:
+                if "momentum" not in self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+            momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            torch._foreach_lerp_(momenta, [p.grad for p in parameters], 1.0 - group["beta"])
+            updates = torch._foreach_sign(momenta)
+            if decay != 0.0:
+                torch._foreach_add_(updates, parameters, alpha=decay)
+            if group["kind"] == "vector":
+                torch._foreach_add_(parameters, updates, alpha=-lr / 2.0)
+                continue
+            if group["kind"] == "embedding":  # RMS of each row, (rows, 1) each.
+                sizes = [p.square().mean(dim=-1, keepdim=True).sqrt_() for p in parameters]
+            else:  # RMS of each whole matrix, () each.
+                sizes = list(torch._foreach_norm(parameters))
+                torch._foreach_div_(sizes, [math.sqrt(p.numel()) for p in parameters])
+            torch._foreach_mul_(updates, sizes)
+            torch._foreach_add_(parameters, updates, alpha=-lr)
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if "momentum" not in self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_lerp_(momenta, gradients, 1.0 - group["beta"])
-        updates = torch._foreach_sign(momenta)
-        if group["weight_decay"] != 0.0:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        if group["kind"] == "vector":
-            torch._foreach_add_(parameters, updates, alpha=-group["lr"] / 2.0)
-            return
-        if group["kind"] == "embedding":  # RMS of each row, (rows, 1) each.
-            sizes = [p.square().mean(dim=-1, keepdim=True).sqrt_() for p in parameters]
-        else:  # RMS of each whole matrix, () each.
-            sizes = list(torch._foreach_norm(parameters))
-            torch._foreach_div_(sizes, [math.sqrt(p.numel()) for p in parameters])
-        torch._foreach_mul_(updates, sizes)
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+class UnitWeights:
+    """nGPT's weight normalisation: vectors of length 1 along the model's width, after each step.
+
+    They are the rows of embeddings, the head and input projections (W_q, W_k, W_v, W_up), and the
+    columns of output projections (W_out, W_down). Source: arXiv 2410.01131; github.com/NVIDIA/ngpt,
+    `normalize_matrices` of train.py.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        outputs = {m.out for m in modules if isinstance(m, SelfAttention | CrossAttention)}
+        outputs |= {m.down for m in modules if isinstance(m, SwiGLU | GELU)}
+        # Keyed by parameter, so that a tied head counts once.
+        self._axes = {
+            module.weight: 0 if module in outputs else 1
+            for module in modules
+            if isinstance(module, nn.Linear | nn.Embedding) and module.weight.requires_grad
+        }
+
+    @torch.no_grad()
+    def normalise(self) -> None:
+        """Scale every vector to length 1; zero vectors stay zero."""
+        for weight, axis in self._axes.items():
+            weight.copy_(F.normalize(weight, dim=axis))

@@ -9,8 +9,7 @@ Source: Kimi K2 (arXiv 2507.20534), section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from normattn.score import Score
 _LAYERS = (Attention, CrossAttention, GatedAttentionUnit)
 
 
-class QKClip:
+class QKClip(Observer):
     """Records the largest logits of a step's forward passes, and shrinks weights after its update.
 
     `threshold` is τ. Raises `InputError` for a model without normattn's attention, and for a score
@@ -47,6 +46,10 @@ class QKClip:
         self._layers = {layer.score: layer for layer in layers}
         self._largest: dict[Score, Tensor] = {}
         self._reset()
+        # The layer that runs now, its query padding and its rows.
+        self._owner: Score | None = None
+        self._padding: Tensor | None = None
+        self._rows = slice(None)
 
     def _reset(self) -> None:
         """Set the largest logits (h,) to −∞."""
@@ -54,11 +57,27 @@ class QKClip:
             device = next(layer.parameters()).device
             self._largest[score] = torch.full((score.heads,), -torch.inf, device=device)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Record the largest logits of forward passes inside, in addition to other observers."""
-        with observing(_LargestLogits(self._largest)):
-            yield
+        return observing(self)
+
+    def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
+        """Start a layer, which counts if it belongs to the model."""
+        self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
+        self._padding, self._rows = padding[0], slice(None)
+
+    def select_rows(self, rows: slice, members: Tensor | None) -> None:
+        """Note the rows of the next call."""
+        self._rows = rows
+
+    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
+        """Update the largest logit (h,) of each head of the layer."""
+        if self._owner is not None:
+            largest = observation.largest.detach().float()
+            if self._padding is not None:
+                largest = largest.masked_fill(self._padding[:, None, self._rows], -torch.inf)
+            before = self._largest[self._owner]
+            self._largest[self._owner] = torch.maximum(before, largest.amax((0, 2)))
 
     @torch.no_grad()
     def clip(self) -> float:
@@ -71,43 +90,11 @@ class QKClip:
             # Logits of 0 or less need nothing; NaN is reported as a divergence.
             factor = torch.where(largest_of_heads > 0, factor, torch.ones_like(factor))
             if bool((factor < 1).any()):
-                with _full_weights(layer):
+                full = replace_sharded_parameters(layer, lambda p: full_tensor(p.detach()))
+                with full as replacements:
                     layer.shrink(factor)
+                for parameter, changed in replacements.items():
+                    rows, first = local_rows(parameter.detach())
+                    rows.copy_(changed[first : first + len(rows)])
         self._reset()
         return float(largest.max())
-
-
-@contextmanager
-def _full_weights(layer: nn.Module) -> Iterator[None]:
-    """Make the weights of a layer full inside; afterwards each process keeps its own rows."""
-    full = replace_sharded_parameters(layer, lambda parameter: full_tensor(parameter.detach()))
-    with full as replacements:
-        yield
-    for parameter, changed in replacements.items():
-        rows, first = local_rows(parameter.detach())
-        rows.copy_(changed[first : first + len(rows)])
-
-
-class _LargestLogits(Observer):
-    """Updates the largest logit (h,) of each head of the scores in `largest`."""
-
-    def __init__(self, largest: dict[Score, Tensor]) -> None:
-        self._largest = largest
-        self._owner: Score | None = None
-        self._padding: Tensor | None = None
-        self._rows = slice(None)
-
-    def enter_layer(self, owner: Any, q: Tensor, k: Tensor, padding: Any, positions: Any) -> None:
-        self._owner = owner if isinstance(owner, Score) and owner in self._largest else None
-        self._padding, self._rows = padding[0], slice(None)
-
-    def select_rows(self, rows: slice, members: Tensor | None) -> None:
-        self._rows = rows
-
-    def record(self, inputs: AttentionInputs, observation: Observation) -> None:
-        if self._owner is not None:
-            largest = observation.largest.detach().float()
-            if self._padding is not None:
-                largest = largest.masked_fill(self._padding[:, None, self._rows], -torch.inf)
-            before = self._largest[self._owner]
-            self._largest[self._owner] = torch.maximum(before, largest.amax((0, 2)))

@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_map
 from normattn.errors import InputError
 from normattn.lab.training.config import LoopConfig, lr_multiplier
 from normattn.lab.training.distributed import Parallel, World
-from normattn.lab.training.optim import make_optimiser
+from normattn.lab.training.optim import UnitWeights, make_optimiser
 from normattn.lab.training.qk_clip import QKClip
 from normattn.lab.training.sharding import full_tensor
 from normattn.lab.training.state import persistent_buffers
 from normattn.lab.training.task import Task, derive_seed
-from normattn.lab.training.unit_weights import UnitWeights
 from normattn.models.transformer import set_activation_checkpointing
 
 LARGEST_LOGIT = "largest_logit"
@@ -60,17 +59,6 @@ class Objective(nn.Module):
         return self._loss(batch)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raise `InputError` if torch.compile would find no C++ compiler for the CPU."""
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    compiler = os.environ.get("CXX", default)
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise InputError(
-            f"compile is on, but the C++ compiler {compiler!r} that torch.compile needs is not "
-            "installed; install it, name another one in CXX, or set compile to false"
-        )
-
-
 class TrainStep:
     """Takes optimiser steps of a task; skips the update if the loss or gradients are not finite.
 
@@ -81,9 +69,7 @@ class TrainStep:
     def __init__(
         self, task: Task, config: LoopConfig, world: World, stop_asked: Callable[[], bool]
     ) -> None:
-        self.task = task
-        self.config = config
-        self.world = world
+        self.task, self.config, self.world = task, config, world
         self.parallel = Parallel(world)
         if config.parallel == "fsdp" and world.size > 1:
             # torch's FSDP2 takes a second to import.
@@ -106,8 +92,12 @@ class TrainStep:
         self._saved_buffers: list[Tensor] = []
         self._parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
         self._wrapped = objective
-        if config.compile:
-            check_compiler(world.device)
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if config.compile and world.device.type == "cpu" and shutil.which(compiler) is None:
+            raise InputError(
+                f"compile is on, but the C++ compiler {compiler!r} that torch.compile needs is not "
+                "installed; install it, name another one in CXX, or set compile to false"
+            )
         self._objective = torch.compile(objective, dynamic=False) if config.compile else objective
         self._prefetched: tuple[int, list[Any]] = (0, [])
 
@@ -119,7 +109,8 @@ class TrainStep:
 
     def seed(self, step: int, micro: int) -> None:
         """Seed torch's generators for one micro-batch."""
-        seed = derive_seed(self.config.seed, step, self._shard(micro))
+        shard = self.world.rank * self.config.accumulate + micro
+        seed = derive_seed(self.config.seed, step, shard)
         # torch.manual_seed formats a stack trace for every missing device type: 0.3 ms a call.
         torch.default_generator.manual_seed(seed)
         if self.world.device.type == "cuda":
@@ -143,27 +134,44 @@ class TrainStep:
         """
         self._saved_buffers = [buffer.clone() for buffer in self._buffers]
         values, gradients = self._evaluate(step)
-        while not values.finite and math.isfinite(values.loss) and self._lower_scale():
+        while self.scaler.is_enabled() and not values.finite and math.isfinite(values.loss):
+            scale = self.scaler.get_scale()
+            self.scaler.update()
+            if not 1.0 <= self.scaler.get_scale() < scale:
+                break
             self.restore_buffers()
             values, gradients = self._evaluate(step)
-        if values.finite:
-            self._update(gradients, values)
-            if self.scaler.is_enabled():
-                self.scaler.update()
-            if self._clip is not None:
-                return replace(values, metrics={**values.metrics, LARGEST_LOGIT: self._clip.clip()})
-        return values
-
-    def _lower_scale(self) -> bool:
-        """Halve the loss scale after an overflow; return False if it falls below 1."""
-        before = self.scaler.get_scale()
+        if not values.finite:
+            return values
+        clip, norm = self.config.clip, values.gradient_norm
+        if clip is not None and norm > clip:
+            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+        self.optimiser.step(values.learning_rate)
+        if self._unit_weights is not None:
+            self._unit_weights.normalise()
         if self.scaler.is_enabled():
             self.scaler.update()
-        return 1.0 <= self.scaler.get_scale() < before
+        if self._clip is None:
+            return values
+        return replace(values, metrics={**values.metrics, LARGEST_LOGIT: self._clip.clip()})
 
     def _evaluate(self, step: int) -> tuple[StepValues, list[Tensor]]:
         """Return the values of a step, and its unscaled, averaged gradients."""
-        means = self._accumulate(step)
+        self.optimiser.zero_grad()
+        means: dict[str, Tensor] = {}
+        batches = self.batches(step)
+        for micro, batch in enumerate(batches):
+            self.seed(step, micro)
+            last = micro == len(batches) - 1
+            with nullcontext() if last else self.parallel.no_sync(self._wrapped):
+                recording = nullcontext() if self._clip is None else self._clip.recording()
+                with self.autocast(), recording:
+                    loss, metrics = self._objective(batch)
+                scaled = loss / len(batches) if len(batches) > 1 else loss
+                self.scaler.scale(scaled).backward()
+            for name, value in {"loss": loss, **metrics}.items():
+                mean = value.detach() / len(batches) if len(batches) > 1 else value.detach()
+                means[name] = means[name] + mean if name in means else mean
         self.parallel.average_unwrapped()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         for member, _ in self.optimiser.members:
@@ -178,11 +186,10 @@ class TrainStep:
         # Transfer all values of the step from the device at once.
         gradient_norm, stopped, *numbers = torch.cat([norm.float().view(1), averaged]).tolist()
         metrics = dict(zip(names, numbers, strict=True))
-        rate = self.config.optimiser.lr * lr_multiplier(
-            self.config.schedule, step, self.config.steps
-        )
-        values = StepValues(metrics.pop("loss"), gradient_norm, rate, metrics, stopped > 0.0)
-        return values, gradients
+        config = self.config
+        rate = config.optimiser.lr * lr_multiplier(config.schedule, step, config.steps)
+        loss = metrics.pop("loss")
+        return StepValues(loss, gradient_norm, rate, metrics, stopped > 0.0), gradients
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
@@ -190,43 +197,12 @@ class TrainStep:
         for buffer, saved in zip(self._buffers, self._saved_buffers, strict=True):
             buffer.copy_(saved)
 
-    def _accumulate(self, step: int) -> dict[str, Tensor]:
-        self.optimiser.zero_grad()
-        sums: dict[str, Tensor] = {}
-        batches = self.batches(step)
-        for micro, batch in enumerate(batches):
-            self.seed(step, micro)
-            last = micro == len(batches) - 1
-            with nullcontext() if last else self.parallel.no_sync(self._wrapped):
-                with self.autocast(), self._recording():
-                    loss, metrics = self._objective(batch)
-                scaled = loss / len(batches) if len(batches) > 1 else loss
-                self.scaler.scale(scaled).backward()
-            for name, value in {"loss": loss, **metrics}.items():
-                mean = value.detach() / len(batches) if len(batches) > 1 else value.detach()
-                sums[name] = sums[name] + mean if name in sums else mean
-        return sums
-
-    def _update(self, gradients: list[Tensor], values: StepValues) -> None:
-        clip = self.config.clip
-        if clip is not None and values.gradient_norm > clip:
-            torch._foreach_mul_(gradients, clip / (values.gradient_norm + 1e-6))
-        self.optimiser.step(values.learning_rate)
-        if self._unit_weights is not None:
-            self._unit_weights.normalise()
-
     def _fetch(self, step: int) -> list[Any]:
         shards = self.world.size * self.config.accumulate
-        device = self.world.device
-        micros = range(self.config.accumulate)
-        batches = [self.task.batch(step, self._shard(micro), shards) for micro in micros]
+        device, count = self.world.device, self.config.accumulate
+        first = self.world.rank * count
+        batches = [self.task.batch(step, n, shards) for n in range(first, first + count)]
         if device.type == "cpu":
             return batches
         moved: list[Any] = tree_map(lambda x: x.pin_memory().to(device, non_blocking=True), batches)
         return moved
-
-    def _shard(self, micro: int) -> int:
-        return self.world.rank * self.config.accumulate + micro
-
-    def _recording(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._clip is None else self._clip.recording()

@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, Literal
 
 from normattn.errors import InputError
@@ -110,11 +111,8 @@ class Tracking:
 
     def start(self, step: int, steps: int) -> None:
         """Open or resume the run in the tracker."""
-
-        def open_run() -> None:
-            self._tracker = self._open(self._package, self._run, step)
-
-        self._try(open_run, f"after step {step}")
+        request = partial(self._open, self._package, self._run, step)
+        self._tracker = self._try(request, f"after step {step}")
 
     def step(self, report: StepReport) -> None:
         """Log the values of this step if it is due."""
@@ -136,10 +134,11 @@ class Tracking:
         if self._tracker is not None:
             self._try(self._tracker[1], "at the end")
 
-    def _try(self, request: Callable[[], object], when: str) -> None:
+    def _try(self, request: Callable[[], Any], when: str) -> Any:
+        """Return the result of a request to the tracker; after an error ask it nothing more."""
         try:
             with redirect_stdout(sys.stderr):
-                request()
+                return request()
         # Trackers use the disk and the network: no error of theirs may stop the training.
         except Exception as error:
             self._tracker = None
@@ -148,6 +147,7 @@ class Tracking:
                 f"warning: the tracker {self._name} failed {when} ({reason:.200}); the training "
                 "goes on without it"
             )
+            return None
 
 
 def _tracker_name(run: RunDirectory) -> str:

@@ -17,8 +17,8 @@ from normattn.errors import InputError
 from normattn.lab.data.sources import SplitSettings
 from normattn.lab.runs import RunDirectory, read_metrics
 from normattn.lab.training.config import CHANGEABLE, LoopConfig
-from normattn.lab.training.distributed import World, process_group
-from normattn.lab.training.init_from import KEPT_MODELS, record_corpus
+from normattn.lab.training.distributed import process_group
+from normattn.lab.training.init_from import KEPT_MODELS, TOKENISER_FILE, record_corpus
 from normattn.lab.training.loop import train
 from normattn.lab.training.planning import Cost, check_memory
 from normattn.lab.training.task import TrainingResult, derive_seed
@@ -35,29 +35,25 @@ Loss = tuple[Tensor, Mapping[str, Tensor]]
 class ModelTrainingConfig(LoopConfig, ABC):
     """A model, its data, and how it is trained.
 
-    Settings of `model` that follow from the data (`from_data`), or have a default that does
-    (`defaults_from_data`), may be left out. A subclass defines `kind` (of its run directories),
-    `model_class`, `prepare_data`, the settings that may differ when a run resumes (`changeable`),
-    and the methods `batches`, `loss` and `step_cost`.
+    Settings of `model` that follow from the data, or have a default that does, may be left out
+    (`from_data`). A subclass defines `kind` (of its run directories), `model_class`,
+    `prepare_data`, the file of the tokeniser, the settings that may differ when a run resumes
+    (`changeable`), and the methods `batches`, `loss` and `step_cost`.
     """
 
     kind: ClassVar[str]
     model_class: ClassVar[Any]
     prepare_data: ClassVar[Any]
+    tokeniser_file: ClassVar[str] = TOKENISER_FILE
     changeable: ClassVar[frozenset[str]] = CHANGEABLE
 
     model: StackConfig
     data: SplitSettings
 
     @classmethod
-    def from_data(cls, data: Any) -> dict[str, Any]:
-        """Return the settings of the model that follow from the data."""
-        return {}
-
-    @classmethod
-    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
-        """Return defaults of the model's settings that depend on the data."""
-        return {}
+    def from_data(cls, data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the model's settings that follow from the data, and defaults that depend on it."""
+        return {}, {}
 
     @property
     def scores(self) -> tuple[ScoreSpec, ...]:
@@ -75,12 +71,12 @@ class ModelTrainingConfig(LoopConfig, ABC):
             data = kind.model_validate(data) if isinstance(data, Mapping) else data
         except ValidationError as error:
             raise ValueError(f"data.{explain(error)}") from error
-        filled = {**cls.defaults_from_data(data), **cls.from_data(data), **model}
-        return {**values, "model": filled}
+        required, defaults = cls.from_data(data)
+        return {**values, "model": {**defaults, **required, **model}}
 
     @model_validator(mode="after")
     def _check_model(self) -> ModelTrainingConfig:
-        for name, expected in self.from_data(self.data).items():
+        for name, expected in self.from_data(self.data)[0].items():
             value = getattr(self.model, name)
             if value != expected:
                 raise ValueError(
@@ -111,6 +107,8 @@ class ModelTrainingConfig(LoopConfig, ABC):
 
     def save_extras(self, data: Any, out: Path) -> None:
         """Write files that the model needs, such as a tokeniser, into the run's directory."""
+        if (tokeniser := getattr(data, "tokeniser", None)) is not None:
+            tokeniser.save(out / self.tokeniser_file)
 
     def make_model(self) -> nn.Module:
         """Return the model that training starts with."""
@@ -182,9 +180,7 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
             f"inspect_every={every} needs a probe: pass probes=(DiagnosticsProbe({every}),)"
         )
 
-    def open_run() -> RunDirectory:
-        return RunDirectory.open(out, config, config.kind, changeable=config.changeable)
-
+    open_run = partial(RunDirectory.open, out, config, config.kind, changeable=config.changeable)
     with process_group(config.device) as world:
         # Check the directory before preparing data.
         result = world.on_main(lambda: _finished_result(open_run()))
@@ -200,19 +196,19 @@ def train_model(config: ModelTrainingConfig, out: Path | str, **options: Any) ->
 
         data = world.on_all(prepare)
 
-        def make_task(world: World) -> ModelTask:
-            return config.task(data, world.device, shards)
-
         def export(task: Any) -> None:
             config.save_extras(data, out)
             save_model(task.model, out / MODEL)
 
-        def export_kept(task: Any, step: int) -> None:
-            save_model(task.model, kept_model(out, step))
-
-        options |= {"export": export, "export_kept": export_kept}
-        options["on_start"] = lambda: record_corpus(data, out)
-        return train(make_task, config, open_run(), **options)
+        return train(
+            lambda world: config.task(data, world.device, shards),
+            config,
+            open_run(),
+            on_start=lambda: record_corpus(data, out),
+            export=export,
+            export_kept=lambda task, step: save_model(task.model, kept_model(out, step)),
+            **options,
+        )
 
 
 def kept_model(run: Path, step: int) -> Path:
@@ -221,9 +217,7 @@ def kept_model(run: Path, step: int) -> Path:
 
 
 def _finished_result(run: RunDirectory) -> TrainingResult | None:
-    if not run.exists:
-        return None
-    status = run.status
+    status = run.status if run.exists else None
     if status is None or status.state != "finished":
         return None
     records, problem = read_metrics(run.metrics.path), "its metrics.jsonl is gone"

@@ -44,19 +44,15 @@ class ClassificationConfig(BatchTrainingConfig):
     kind: ClassVar[str] = "classification"
     model_class: ClassVar[Any] = Classifier
     prepare_data: ClassVar[Any] = staticmethod(prepare_relations)
+    tokeniser_file: ClassVar[str] = VOCABULARY
 
     model: ClassifierConfig
     data: RelationConfig = RelationConfig()
 
     @classmethod
-    def from_data(cls, data: Any) -> dict[str, Any]:
-        """Return the vocabulary size of the data."""
-        return {"vocab_size": data.vocab_size}
-
-    @classmethod
-    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
-        """Return the data's `max_tokens` as the training length."""
-        return {"train_length": max(2, data.max_tokens)}
+    def from_data(cls, data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the vocabulary size, and `max_tokens` as the default training length."""
+        return {"vocab_size": data.vocab_size}, {"train_length": max(2, data.max_tokens)}
 
     def check(self, data: RelationData, shards: int) -> None:
         """Raise also if the model and the data differ in the number of labels."""
@@ -88,7 +84,7 @@ class ClassificationConfig(BatchTrainingConfig):
     def save_extras(self, data: RelationData, out: Path) -> None:
         """Write the names of the labels and the vocabulary."""
         write_json(out / LABELS, {"labels": list(data.labels)})
-        data.tokeniser.save(out / VOCABULARY)
+        super().save_extras(data, out)
 
 
 class VisionTrainingConfig(BatchTrainingConfig):
@@ -108,9 +104,9 @@ class VisionTrainingConfig(BatchTrainingConfig):
     shift: int = Field(default=0, ge=0)
 
     @classmethod
-    def from_data(cls, data: Any) -> dict[str, Any]:
+    def from_data(cls, data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the shape of the images."""
-        return image_shape(data)
+        return image_shape(data), {}
 
     def batches(self, data: ImageData, seed: int) -> ImageBatches:
         """Return batches of images in −1 … 1 and their classes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -11,12 +10,7 @@ from torch import Tensor, nn
 from normattn.lab.data.batches import MaskedBatches, Masking, TrainingBatches
 from normattn.lab.data.tokens import DataConfig, TokenData, prepare_tokens
 from normattn.lab.training.config import CHANGEABLE
-from normattn.lab.training.init_from import (
-    TOKENISER_FILE,
-    Continuation,
-    new_model,
-    refuse_other_tokeniser,
-)
+from normattn.lab.training.init_from import Continuation, new_model, refuse_other_tokeniser
 from normattn.lab.training.tasks.base import BatchTrainingConfig, Loss
 from normattn.models import CausalLM, CausalLMConfig
 from normattn.models.config import MaskedLMConfig
@@ -38,9 +32,15 @@ class TextTrainingConfig(BatchTrainingConfig):
     continued: Continuation | None = None
 
     @classmethod
-    def from_data(cls, data: Any) -> dict[str, Any]:
+    def from_data(cls, data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the vocabulary size of the data."""
-        return {"vocab_size": data.vocab_size}
+        return {"vocab_size": data.vocab_size}, {}
+
+    @model_validator(mode="after")
+    def _check_continued(self) -> TextTrainingConfig:
+        if self.continued is not None:
+            self.continued.check(self.model)
+        return self
 
     def make_model(self) -> nn.Module:
         """Return a new model, or the one that training continues from."""
@@ -51,11 +51,6 @@ class TextTrainingConfig(BatchTrainingConfig):
         """Raise also if the model to continue has another tokeniser."""
         refuse_other_tokeniser(self.continued, data)
         super().check(data, shards)
-
-    def save_extras(self, data: TokenData, out: Path) -> None:
-        """Write the tokeniser, if there is one."""
-        if data.tokeniser is not None:
-            data.tokeniser.save(out / TOKENISER_FILE)
 
 
 class TrainingConfig(TextTrainingConfig):
@@ -70,12 +65,6 @@ class TrainingConfig(TextTrainingConfig):
     model_class: ClassVar[Any] = CausalLM
 
     model: CausalLMConfig
-
-    @model_validator(mode="after")
-    def _check_continued(self) -> TrainingConfig:
-        if self.continued is not None:
-            self.continued.check(self.model)
-        return self
 
     @property
     def sequence_length(self) -> int:
@@ -114,12 +103,6 @@ class MaskedConfig(TextTrainingConfig):
     masking: Masking = Masking()
     # Not dumped if None, so that older runs keep their digests.
     continued: Annotated[Continuation | None, Field(exclude_if=lambda start: start is None)] = None
-
-    @model_validator(mode="after")
-    def _check_continued(self) -> MaskedConfig:
-        if self.continued is not None and (self.continued.method or self.continued.length):
-            raise ValueError("continued: a masked language model goes on without method and length")
-        return self
 
     def batches(self, data: TokenData, seed: int) -> MaskedBatches:
         """Return batches of inputs, positions to predict, and their targets."""

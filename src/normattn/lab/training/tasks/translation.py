@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,6 @@ from normattn.errors import InputError
 from normattn.lab.data.pairs import (
     EOS_ID,
     PAD_ID,
-    TOKENISER,
     PairBatches,
     PairData,
     PairsConfig,
@@ -56,15 +54,10 @@ class TranslationConfig(ModelTrainingConfig):
         return tuple(score for score in scores if score is not None)
 
     @classmethod
-    def from_data(cls, data: Any) -> dict[str, Any]:
-        """Return the vocabulary size, which both languages share."""
-        size = data.vocab_size
-        return {"source_vocab": size, "target_vocab": size, "shared_vocabulary": True}
-
-    @classmethod
-    def defaults_from_data(cls, data: Any) -> dict[str, Any]:
-        """Return the data's `max_length` as the training length."""
-        return {"train_length": data.max_length}
+    def from_data(cls, data: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the shared vocabulary's size, and `max_length` as the default training length."""
+        vocabularies = {"source_vocab": data.vocab_size, "target_vocab": data.vocab_size}
+        return {**vocabularies, "shared_vocabulary": True}, {"train_length": data.max_length}
 
     def batches(self, data: PairData, seed: int) -> PairBatches:
         """Return batches of sentence pairs of similar length."""
@@ -98,7 +91,3 @@ class TranslationConfig(ModelTrainingConfig):
         pairs = self.batch_tokens / (2 * NOMINAL_LENGTH)
         flops = translator_flops(self.model, NOMINAL_LENGTH, NOMINAL_LENGTH).training
         return round(pairs * NOMINAL_LENGTH), pairs * flops
-
-    def save_extras(self, data: PairData, out: Path) -> None:
-        """Write the tokeniser."""
-        data.tokeniser.save(out / TOKENISER)
