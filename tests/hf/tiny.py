@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from normattn.hf.rope_detection import has_rotary_module
+from normattn.hf.plan import has_rotary_module
 
 # Half typed by transformers: taken as Any.
 AUTO: Any = AutoModelForCausalLM

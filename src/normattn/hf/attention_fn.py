@@ -1,12 +1,8 @@
 """The attention function of an extended layer: from q and k to the inputs of a kernel.
 
 Queries and keys arrive unrotated (where only log-n is added, rotated by the model). A `Score`
-rotates them by the model's frequencies, scaled by the method.
-
-transformers' cache holds the unrotated keys, and each decoding step would rotate all of them again.
-So rotated keys are cached too. transformers' `DynamicLayer` concatenates its keys and the new ones
-in a new tensor. If its keys were the tensor of the previous call, or an unmodified prefix of it,
-only the new keys are rotated.
+rotates them by the model's frequencies, scaled by the method. Rotated keys are cached next to the
+unrotated ones of transformers' cache, so that a decoding step rotates only the new ones.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -26,8 +22,8 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.masks import MaskedPositions, masked_positions
 from normattn.hf.plan import rotates_inside
-from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, hide_unselected
-from normattn.hf.rotations import HeadRotation, method_gain
+from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, find_tables, hide_unselected, replace_argument
+from normattn.hf.rotations import method_gain
 from normattn.kernels import AttentionInputs, attend
 from normattn.kernels.stats import announce_layer
 from normattn.layers.cache import Room
@@ -38,6 +34,11 @@ from normattn.score.parts import Part, rope_frequencies
 from normattn.score.parts.qk_norm import Baseline
 from normattn.score.parts.rope import NoPE, RotaryPosition
 from normattn.score.rotary import scaled
+
+
+def refuse_copy(_: object) -> Any:
+    """The `__reduce__` of what belongs to one extended model: raises `InputError`."""
+    raise InputError("an extended model cannot be copied or pickled: remove() the extension first")
 
 
 class RotatedKeyCache:
@@ -55,7 +56,14 @@ class RotatedKeyCache:
 
     def begin(self, k: Float[Tensor, "b g s d"], before: Float[Tensor, "b g r d"]) -> None:
         """Start an attention call with the keys `k`, which continue those `before` this call."""
-        if self._continues(before):
+        # `before` continues the unmodified keys of the last call if it is them or a prefix of them.
+        source = None if self._source is None else self._source()
+        continues = before is source
+        if source is not None and not continues:
+            same_memory = before._base is source and before.data_ptr() == source.data_ptr()
+            same_strides = before.stride() == source.stride()
+            continues = same_memory and same_strides and before.shape[:2] == source.shape[:2]
+        if source is not None and continues and source._version == self._version:
             for room in self._rotated.values():
                 room.used = min(room.used, before.shape[2])
         else:
@@ -78,38 +86,14 @@ class RotatedKeyCache:
         """None, because a copy of the cache has other keys."""
         return type(None), ()
 
-    def _continues(self, before: Tensor) -> bool:
-        """Whether `before` is the unmodified keys of the last call, or a prefix of them."""
-        source = None if self._source is None else self._source()
-        if source is None or source._version != self._version:
-            return False
-        same_memory = before._base is source and before.data_ptr() == source.data_ptr()
-        same_shape = before.stride() == source.stride() and before.shape[:2] == source.shape[:2]
-        return before is source or (same_memory and same_shape)
-
-
-def cache_hook(memory: ForwardMemory) -> Callable[..., None]:
-    """A hook before a layer that notes its layer of a plain `DynamicCache`, and the keys in it."""
-
-    def hook(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        from transformers.cache_utils import DynamicCache, DynamicLayer
-
-        cache, index = kwargs.get("past_key_values"), getattr(module, "layer_idx", None)
-        layers = cache.layers if type(cache) is DynamicCache else ()
-        layer: Any = layers[index] if index is not None and 0 <= index < len(layers) else None
-        initialised = type(layer) is DynamicLayer and layer.is_initialized
-        memory.keep("cache", (layer, layer.keys) if initialised else None)
-
-    return hook
-
 
 LAYER_ATTRIBUTE, CACHE_ATTRIBUTE = "normattn_layer", "normattn_rotated_keys"
 
 
 class ForwardMemory:
     """Values that the layers share in one forward of a thread; none while a compiler traces."""
+
+    __reduce__ = refuse_copy
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -133,21 +117,35 @@ class ForwardMemory:
 
     def remember(self, name: str, inputs: tuple[object, ...], make: Callable[[], Any]) -> Any:
         """The cached result of `make` for these same input objects; computed if there is none."""
-        known_inputs, value = self._values.get(name, (None, None))
-        if known_inputs is None or not all(
-            a is b for a, b in zip(known_inputs, inputs, strict=True)
-        ):
+        known, value = self._values.get(name, ((), None))
+        if not known or any(a is not b for a, b in zip(known, inputs, strict=True)):
             value = make()
             self._values[name] = inputs, value
         return value
 
+    def note_cache(self, module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        """A hook before a layer: note its layer of a plain `DynamicCache`, and the keys in it."""
+        if torch.compiler.is_compiling():
+            return
+        from transformers.cache_utils import DynamicCache, DynamicLayer
+
+        cache, index = kwargs.get("past_key_values"), getattr(module, "layer_idx", None)
+        layers = cache.layers if type(cache) is DynamicCache else ()
+        layer: Any = layers[index] if index is not None and 0 <= index < len(layers) else None
+        initialised = type(layer) is DynamicLayer and layer.is_initialized
+        self.keep("cache", (layer, layer.keys) if initialised else None)
+
+    def restore_tables(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A hook before a submodule, such as an indexer: give it the model's own tables."""
+        argument, tables = find_tables(args, kwargs), self.get("own tables")
+        if argument is None or tables is None:
+            return None
+        return replace_argument(args, kwargs, argument, tables)
+
 
 @dataclass(frozen=True)
 class ModelRoPE(RotaryPosition):
-    """The model's own rotation as the position of a score.
-
-    A method multiplies the model's θ_m, which may be scaled, by θ'_m/θ_m of unscaled frequencies.
-    """
+    """The model's own θ_m, which may be scaled; a method multiplies them by its θ'_m/θ_m."""
 
     name: ClassVar[str] = "ModelRoPE"
     equation: ClassVar[str] = "R^i k_j by the model's own θ_m"
@@ -169,21 +167,12 @@ class ModelRoPE(RotaryPosition):
         return frequencies * (theta / rope_frequencies(2 * frequencies.numel(), self.base))
 
 
-def refuse_copy(_: object) -> Any:
-    """The `__reduce__` of what belongs to one extended model: raises `InputError`."""
-    raise InputError("an extended model cannot be copied or pickled: remove() the extension first")
-
-
 class ExtendedLayer:
-    """The attention of one layer of an extended model: the score of the method.
-
-    Queries and keys arrive rotated by the model, unless the method rotates inside attention.
-    """
+    """The attention of one layer of an extended model: the score of the method."""
 
     __reduce__ = refuse_copy
 
     def __init__(self, spec: ScoreSpec, layer: Layer, memory: ForwardMemory) -> None:
-        q, k = layer.call.q, layer.call.k
         self.memory = memory
         rotation = layer.rotation if rotates_inside(spec) else None
         self.scaling = layer.call.scaling
@@ -200,12 +189,19 @@ class ExtendedLayer:
                 start=rotation.layout.start,
             )
             parts += [position, *(part for part in spec.parts if part.when != "training-time")]
-            self._before_rotation = _feature_factors(rotation, method_gain(spec))
+            # Rotating features get the model's amplitude for q and k; the others lose the gain.
+            factors = torch.full((rotation.head_dim,), 1 / method_gain(spec), dtype=torch.float64)
+            for features in rotation.layout.halves(factors):
+                features.fill_(rotation.amplitude**2)
+            before = [factors, torch.ones_like(factors)]
             if rotation.gains is not None:
+                pairs = zip(before, rotation.gains, strict=True)
+                before = [x * gain.cpu() for x, gain in pairs]
                 self._after_rotation = (rotation.gains[0] * rotation.gains[1]).reciprocal()
-        self.score = Score(
-            ScoreSpec(tuple(parts), spec.train_length), q.shape[1], q.shape[-1], k.shape[1]
-        )
+            if any(bool((x != 1).any()) for x in before):
+                self._before_rotation = before[0], before[1]
+        (_, heads, _, head_dim), groups = layer.call.q.shape, layer.call.k.shape[1]
+        self.score = Score(ScoreSpec(tuple(parts), spec.train_length), heads, head_dim, groups)
 
     def __call__(
         self,
@@ -228,10 +224,10 @@ class ExtendedLayer:
             (mask, unselected_mask, position_ids),
             lambda: masked_positions(mask, *sizes, position_ids, unselected_mask),
         )
-        cache = self._key_cache(k) if masked.groups is None and sizes[0] < sizes[1] else None
         if scaling != self.scaling:
             q = q * (scaling / self.scaling)
         if masked.groups is None:
+            cache = self._key_cache(k) if q.shape[2] < k.shape[2] else None
             k, v = k[:, :, : masked.keys], v[:, :, : masked.keys]
             return self._attend(q, k, v, masked, settings, cache)
         out = v.new_zeros(*q.shape[:3], v.shape[-1])
@@ -299,25 +295,8 @@ class ExtendedLayer:
         return plan.attend(score, q, k, v, AttentionArguments(), kernel, rotated_keys=rotated)
 
 
-def _feature_factors(rotation: HeadRotation, gain: float) -> tuple[Tensor, Tensor] | None:
-    """Factors of the features of queries and keys before the rotation; None where all are 1.
-
-    Rotating features get the model's amplitude for q and k; the others lose the method's gain.
-    """
-    q = torch.full((rotation.head_dim,), 1 / gain, dtype=torch.float64)
-    for features in rotation.layout.halves(q):
-        features.fill_(rotation.amplitude**2)
-    k = torch.ones_like(q)
-    if rotation.gains is not None:
-        q, k = (x * gains.cpu() for x, gains in zip((q, k), rotation.gains, strict=True))
-    return None if bool((q == 1).all() and (k == 1).all()) else (q, k)
-
-
 def match_autocast(inputs: AttentionInputs) -> AttentionInputs:
-    """Cast the inputs to autocast's dtype where autocast is on, as stock attention does.
-
-    Under autocast a model's rotation returns queries and keys, but not values, in float32.
-    """
+    """Cast the inputs to autocast's dtype where autocast is on, as stock attention does."""
     device = inputs.q.device.type
     if not torch.is_autocast_enabled(device):
         return inputs

@@ -1,17 +1,15 @@
 """`verify`: does an engine compute the intended positions from its settings?
 
-Both sides, including llama.cpp's flags and GGUF keys, become configurations of transformers. Where
-an engine reads a setting differently, the configuration is rewritten to what it computes
-(`_apply_engine_rules`, `llama_cpp.resolve_settings`). A small model of each configuration then
-gives frequencies, amplitude, softmax scale, windows and rotary width (`tiny_model`), at a short,
-the trained and the longest length.
+Both sides become configurations of transformers, rewritten to what the engine computes where it
+reads a setting differently. A small model of each (`tiny_model`) then gives frequencies, amplitude,
+softmax scale, windows and rotary width at a short, the trained and the longest length.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +24,10 @@ from normattn.hf.engine_input import (
     config_dict,
     decoder_fields,
     read_engine_settings,
-    read_gguf_settings,
     rope_parameter_sets,
 )
 from normattn.hf.engines import NEEDS_ORIGINAL_LENGTH, derived_length
+from normattn.hf.llama_cpp import yarn_factor
 from normattn.hf.load import read_configuration
 from normattn.hf.model_parts import explained, known_length, model_parts, rope_type_of
 from normattn.hf.native import take_record
@@ -99,17 +97,21 @@ def verify(
     configuration can express (ReRoPE, log-n).
     """
     config = read_configuration(folder)
-    record = take_record(config, folder)
-    if record is not None:
+    if (record := take_record(config, folder)) is not None:
         method = method or record["method"]
         train_length = train_length or record["train_length"]
     model_file = expand_path(folder)
     if model_file.suffix == ".gguf":
-        config = read_gguf_settings(model_file, config_dict(config)).config
+        config = read_engine_settings(model_file, config_dict(config)).config
     with explained(str(against), "cannot be compared"), torch.device("cpu"):
         settings = read_engine_settings(against, config_dict(config))
         intended = _resolve_intention(config, method, train_length)
-        lengths = _lengths_to_compare(intended, config, settings)
+        reach = intended.max_length
+        compared = {intended.train_length, reach, settings.max_length}
+        for rope in (*rope_parameter_sets(config_dict(config)), *settings.ropes):
+            if rope_type_of(rope) == "dynamic" and reach is not None:  # which changes beyond it
+                compared.add(int(reach * max(2.0, float(rope.get("factor") or 1.0))))
+        lengths = [length for length in compared if length and SHORT < length < _MAX_LENGTH]
         unmodified = read_positions(config, lengths)
         if not rotates(unmodified):
             raise InputError(
@@ -118,78 +120,57 @@ def verify(
             )
         settings = _apply_engine_rules(settings, config, unmodified)
         computed = read_positions(settings.config, lengths)
-        expected = unmodified if intended.plan is None else _extend(unmodified, intended.plan)
+        expected, planned = copy.deepcopy(unmodified), intended.plan
+        for layer in () if planned is None else planned.layers:
+            if planned is not None and layer.rotation is not None:
+                theta, amplitude = layer.rotation.spectrum(planned.spec)
+                changed: Any = {"frequencies": theta, "amplitude": amplitude}
+                for layers in expected.values():
+                    layers[layer.index] = replace(layers[layer.index], **changed)
         problems = (
             *differences(expected, computed),
             *settings.ignored,
             *_length_differences(intended, settings),
         )
-        if not problems and intended.plan is None:
-            return Verdict(str(intended), (), ())
-        unscaled = not any(differences(unmodified, computed))
-        mistakes = _mistakes(intended, settings, config, unscaled, correct=not problems)
-        return Verdict(str(intended), problems, tuple(mistakes))
+        mistakes: Iterable[str] = ()
+        if problems or planned is not None:
+            unscaled = not any(differences(unmodified, computed))
+            mistakes = _mistakes(intended, settings, config, unscaled, correct=not problems)
+        return Verdict(intended.text, problems, tuple(mistakes))
 
 
 class _Intention(NamedTuple):
-    """The intended method; `plan` is None if it is the model's configuration."""
+    """The intended method and its description; `plan` is None for the model's configuration."""
 
-    name: str
+    text: str
     plan: Plan | None
     train_length: int | None
     max_length: int | None
 
-    def __str__(self) -> str:
-        text = self.name
-        if self.train_length is not None:
-            text += f", trained on {self.train_length:,} tokens"
-        if self.max_length not in (None, self.train_length):
-            text += f", up to {self.max_length:,} tokens"
-        return text
-
 
 def _resolve_intention(config: Any, method: str | None, length: int | None) -> _Intention:
-    model = small_model(config)
+    model, planned = small_model(config), None
     parts = model_parts(model)
+    trained: int | None
     if method is None:
-        configured = getattr(parts.config, "max_position_embeddings", None)
+        longest = getattr(parts.config, "max_position_embeddings", None)
         originals = (rope.get(_ORIGINAL) for rope in (*parts.ropes, parts.config.to_dict()))
-        trained = next((x for x in originals if isinstance(x, int) and x), configured)
-        name = f"{parts.name} as its configuration says"
-        return _Intention(name, None, length or trained, configured)
-    planned = plan(model, method, length if length is not None else known_length(parts)[0])
-    spec = planned.spec
-    if replaces_attention(spec):
-        raise InputError(
-            f"no configuration of rotary positions expresses {spec.method}: an engine without "
-            "normattn runs the unmodified model"
-        )
-    assert spec.train_length is not None
-    factor = getattr(spec.rope_scaling, "stretch", None)
-    max_length = None if factor is None else int(spec.train_length * factor)
-    return _Intention(spec.method_text, planned, spec.train_length, max_length)
-
-
-def _lengths_to_compare(intended: _Intention, config: Any, settings: EngineSettings) -> list[int]:
-    """The trained and longest lengths, and lengths at which dynamic NTK changes frequencies."""
-    lengths = {intended.train_length, intended.max_length, settings.max_length}
-    for rope in (*rope_parameter_sets(config_dict(config)), *settings.ropes):
-        if rope_type_of(rope) == "dynamic" and intended.max_length is not None:
-            lengths.add(int(intended.max_length * max(2.0, float(rope.get("factor") or 1.0))))
-    return [length for length in lengths if length and SHORT < length < _MAX_LENGTH]
-
-
-def _extend(unmodified: Positions, planned: Plan) -> Positions:
-    rotated = [layer for layer in planned.layers if layer.rotation is not None]
-    spectra = {layer.index: layer.spectrum(planned.spec) for layer in rotated}
-    extended: Positions = {}
-    for length, layers in unmodified.items():
-        extended[length] = dict(layers)
-        for index in spectra.keys() & layers.keys():
-            theta, amplitude = spectra[index]
-            values = replace(layers[index], frequencies=theta, amplitude=amplitude)
-            extended[length][index] = values
-    return extended
+        trained = length or next((x for x in originals if isinstance(x, int) and x), longest)
+        text = f"{parts.name} as its configuration says"
+    else:
+        planned = plan(model, method, length if length is not None else known_length(parts)[0])
+        spec = planned.spec
+        if replaces_attention(spec):
+            raise InputError(
+                f"no configuration of rotary positions expresses {spec.method}: an engine without "
+                "normattn runs the unmodified model"
+            )
+        trained, text = spec.train_length, spec.method_text
+        factor = getattr(spec.rope_scaling, "stretch", None)
+        longest = None if factor is None or trained is None else int(trained * factor)
+    text += "" if trained is None else f", trained on {trained:,} tokens"
+    text += "" if longest in (None, trained) else f", up to {longest:,} tokens"
+    return _Intention(text, planned, trained, longest)
 
 
 def _apply_engine_rules(
@@ -201,15 +182,15 @@ def _apply_engine_rules(
     or refuses. The rules are vLLM's `get_rope` and `_get_and_verify_max_len`, and SGLang's
     counterparts.
     """
-    model_rope: Any = next(iter(rope_parameter_sets(config_dict(config))), {})
-    ignored, raw = list(settings.ignored), copy.deepcopy(settings.raw)
+    engine, raw, ignored = settings.engine, copy.deepcopy(settings.raw), list(settings.ignored)
     spectra = (values.frequencies for values in unmodified[SHORT].values())
     rotary_dim = 2 * next(theta.numel() for theta in spectra if theta is not None)
     if settings.rotary_dim not in (None, rotary_dim):
         ignored.append(
             f"rotary width: {settings.rotary_dim} features rotate instead of {rotary_dim}"
         )
-    if settings.engine != "llama.cpp" and not settings.complete:
+    if engine != "llama.cpp" and not settings.complete:
+        model_rope: Any = next(iter(rope_parameter_sets(config_dict(config))), {})
         ignored += [
             f"{name} is missing in an override that replaces all: it was {model_rope[name]}"
             for rope in settings.ropes
@@ -217,37 +198,42 @@ def _apply_engine_rules(
             if name not in rope and model_rope.get(name) not in (None, 1, 1.0)
         ]
     max_length = settings.max_length
-    if settings.engine in ("vllm", "sglang"):
-        derived = derived_length(decoder_fields(raw), settings.engine)
-        if max_length and derived and max_length > _longest_text(settings, derived):
+    if engine in ("vllm", "sglang"):
+        derived = derived_length(decoder_fields(raw), engine)
+        ropes, longest = rope_parameter_sets(raw), derived or math.inf
+        if settings.allows_long and engine == "sglang":
+            longest = math.inf
+        elif settings.allows_long:  # a row of vLLM's table for each derived or scaled position
+            for rope in (rope for rope in ropes if "yarn" in rope_type_of(rope)):
+                rows = float(rope.get(_ORIGINAL) or derived or 0) * float(rope.get("factor") or 1)
+                longest = max(longest, rows)
+        if max_length and max_length > longest:
             ignored.append(
-                f"{ENGINE_NAMES[settings.engine]} does not serve a length of {max_length:,}: it "
-                f"derives {derived:,} tokens from max_position_embeddings, which must be raised"
+                f"{ENGINE_NAMES[engine]} does not serve a length of {max_length:,}: it derives "
+                f"{derived:,} tokens from max_position_embeddings, which must be raised"
             )
         max_length = max_length or derived
-        for rope in rope_parameter_sets(raw):
-            apply = _apply_vllm_rules if settings.engine == "vllm" else _apply_sglang_rules
-            ignored += apply(rope, raw, max_length)
+        for rope in ropes:
+            ignored += _apply_rope_rules(rope, raw, engine, max_length)
     return replace(settings, raw=raw, max_length=max_length, ignored=tuple(ignored))
 
 
-def _longest_text(settings: EngineSettings, derived: int) -> float:
-    """The longest text of vLLM or SGLang: the derived one, unless a variable allows more.
-
-    vLLM's table of cos and sin does not grow with an allowed length: it has a row for each derived
-    position, under YaRN `original · factor`.
-    """
-    if not settings.allows_long or settings.engine == "sglang":
-        return math.inf if settings.allows_long else derived
-    scaled = [rope for rope in rope_parameter_sets(settings.raw) if "yarn" in rope_type_of(rope)]
-    rows = [float(x.get(_ORIGINAL) or derived) * float(x.get("factor") or 1) for x in scaled]
-    return max([derived, *rows])
-
-
-def _apply_vllm_rules(
-    rope: dict[str, Any], raw: Mapping[str, Any], max_length: int | None
+def _apply_rope_rules(
+    rope: dict[str, Any], raw: Mapping[str, Any], engine: str, max_length: int | None
 ) -> Iterator[str]:
+    """Rewrite rope parameters to what vLLM or SGLang computes; yield what it ignores or refuses."""
     rope_type, original = rope_type_of(rope), rope.get(_ORIGINAL)
+    if engine == "sglang" and rope_type == "yarn":
+        default = yarn_factor(float(rope.get("factor") or 1.0))
+        ignored, multiple = rope.pop("attention_factor", None), rope.pop("attn_factor", None)
+        if ignored is not None and abs(float(ignored) - default) > 1e-4:
+            yield (
+                "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
+            )
+        if multiple is not None:
+            rope["attention_factor"] = float(multiple) * default
+    if engine == "sglang":
+        return
     if rope_type in NEEDS_ORIGINAL_LENGTH and original is None:
         if raw.get(_ORIGINAL) is None:
             yield f"vLLM does not start: {rope_type} needs {_ORIGINAL}"
@@ -260,45 +246,29 @@ def _apply_vllm_rules(
         )
 
 
-def _apply_sglang_rules(rope: dict[str, Any], *_: object) -> Iterator[str]:
-    if rope_type_of(rope) != "yarn":
-        return
-    default = 0.1 * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1
-    ignored, multiple = rope.pop("attention_factor", None), rope.pop("attn_factor", None)
-    if ignored is not None and abs(float(ignored) - default) > 1e-4:
-        yield "attention_factor is ignored: SGLang reads attn_factor, a multiple of 0.1·ln s + 1"
-    if multiple is not None:
-        rope["attention_factor"] = float(multiple) * default
-
-
 def _length_differences(intended: _Intention, settings: EngineSettings) -> Iterator[str]:
-    for rope in settings.ropes:
-        original = rope.get(_ORIGINAL)
-        if isinstance(original, int | float) and intended.train_length not in (None, original):
-            yield (f"trained length: {int(original):,} instead of {intended.train_length:,} tokens")
-    if settings.max_length is None or intended.max_length is None:
+    trained, reach, longest = intended.train_length, intended.max_length, settings.max_length
+    for original in (rope.get(_ORIGINAL) for rope in settings.ropes):
+        if isinstance(original, int | float) and trained not in (None, original):
+            yield f"trained length: {int(original):,} instead of {trained:,} tokens"
+    if longest is None or reach is None:
         return
-    longest, intended_longest = settings.max_length, intended.max_length
-    if longest < intended_longest and (intended.plan is not None or settings.engine == "hf"):
+    if longest < reach and (intended.plan is not None or settings.engine == "hf"):
         shared = f": {settings.slots} parallel requests share the context (-np)"
-        text = f"longest text: {longest:,} instead of {intended_longest:,} tokens"
+        text = f"longest text: {longest:,} instead of {reach:,} tokens"
         yield text + shared * (settings.slots > 1)
-    if longest > intended_longest:
-        yield f"longest text: {longest:,} tokens; the intended method reaches {intended_longest:,}"
+    if longest > reach:
+        yield f"longest text: {longest:,} tokens; the intended method reaches {reach:,}"
 
 
 def _mistakes(
     intended: _Intention, settings: EngineSettings, config: Any, unscaled: bool, correct: bool
 ) -> Iterator[str]:
-    """A sentence for each common mistake in the settings.
-
-    `unscaled`: the engine computes the unmodified model's positions. `correct`: it computes the
-    intended ones.
-    """
+    """A sentence for each common mistake; the engine's positions are `unscaled` or `correct`."""
     model_ropes = rope_parameter_sets(config_dict(config))
     bases = {float(rope["rope_theta"]) for rope in model_ropes if rope.get("rope_theta")}
-    known = {name for rope in model_ropes for name in rope}
-    known |= SCALING_FIELDS | _ROPE_FIELDS | _ENGINE_ROPE_FIELDS.get(settings.engine, set())
+    known = SCALING_FIELDS | _ROPE_FIELDS | _ENGINE_ROPE_FIELDS.get(settings.engine, set())
+    known = known.union(*model_ropes)
     trained, max_length = intended.train_length, settings.max_length or 0
     for rope in settings.ropes:
         rope_type = rope_type_of(rope)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, read_gguf, resolve_settings
+from normattn.hf.llama_cpp import ENVIRONMENT, FLAGS, read_gguf, resolve_length, resolve_rope
 from normattn.hf.model_parts import explained, leaf_mappings
 from normattn.io import expand_path, parse_json, read_bytes, read_object
 
@@ -42,31 +42,18 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """A configuration with the engine's position settings in it.
+    """A configuration with the engine's position settings in it."""
 
-    Attributes:
-        raw: the configuration as config.json holds it.
-        file: the file that the settings were read from.
-        ropes: the rope parameters in these settings, one set for each type of layer.
-        max_length: the engine's longest context in tokens; None if it is not given.
-        engine: one of `ENGINE_NAMES`.
-        complete: whether the settings are a whole configuration, not an override of another.
-        ignored: what the engine ignores or refuses, a sentence each.
-        rotary_dim: how many features rotate, where a GGUF file gives that.
-        allows_long: whether an environment variable allows more than the derived length.
-        slots: how many parallel requests of llama.cpp share the context.
-    """
-
-    raw: dict[str, Any]
-    file: str
-    ropes: tuple[Mapping[str, Any], ...] = ()
-    max_length: int | None = None
-    engine: str = "hf"
-    complete: bool = False
-    ignored: tuple[str, ...] = ()
-    rotary_dim: int | None = None
-    allows_long: bool = False
-    slots: int = 1
+    raw: dict[str, Any]  # the configuration as config.json holds it
+    file: str  # that the settings were read from
+    ropes: tuple[Mapping[str, Any], ...] = ()  # rope parameters in them, for each type of layer
+    max_length: int | None = None  # the engine's longest context in tokens, if given
+    engine: str = "hf"  # one of `ENGINE_NAMES`
+    complete: bool = False  # a whole configuration, not an override of another
+    ignored: tuple[str, ...] = ()  # what the engine ignores or refuses, a sentence each
+    rotary_dim: int | None = None  # how many features rotate, where a GGUF file gives that
+    allows_long: bool = False  # an environment variable allows more than the derived length
+    slots: int = 1  # parallel requests of llama.cpp that share the context
 
     @property
     def config(self) -> Any:
@@ -99,15 +86,13 @@ def rope_parameter_sets(raw: Mapping[str, Any]) -> list[Any]:
 
 
 def read_engine_settings(against: str | Path, base: Mapping[str, Any]) -> EngineSettings:
-    """Read the settings in `against`, on top of the model's configuration `base` if partial.
-
-    Raises `InputError` for a file that is neither a configuration nor holds position settings.
-    """
+    """Read the settings in `against`, on top of the model's configuration `base` if partial."""
     path = expand_path(against)
     path = path / "config.json" if path.is_dir() else path
     file = str(path)
     if path.suffix == ".gguf":
-        return read_gguf_settings(path, base)
+        _, keys, divisors = read_gguf(path)
+        return _from_llama_cpp(keys, {}, base, file, divisors)
     if path.suffix == ".json":
         return _from_fields(read_object(path), base, file)
     text = read_bytes(path, _MAX_BYTES).decode()
@@ -119,12 +104,6 @@ def read_engine_settings(against: str | Path, base: Mapping[str, Any]) -> Engine
     return _from_command(text, base, file)
 
 
-def read_gguf_settings(path: Path, base: Mapping[str, Any]) -> EngineSettings:
-    """The settings with which llama.cpp runs a GGUF file of the model."""
-    _, keys, divisors = read_gguf(path)
-    return _from_llama_cpp(keys, {}, base, str(path), divisors)
-
-
 def _from_llama_cpp(
     keys: Mapping[str, Any],
     flags: Mapping[str, str],
@@ -132,23 +111,20 @@ def _from_llama_cpp(
     file: str,
     divisors: Mapping[str, list[float]] | None = None,
 ) -> EngineSettings:
-    """Settings from GGUF keys and flags of llama.cpp.
-
-    `divisors` come from a GGUF file. Without a file, keys and flags modify the output of
-    llama.cpp's converter.
-    """
+    """Settings from GGUF keys and flags of llama.cpp; `divisors` come from a GGUF file."""
     raw = copy.deepcopy(dict(base))
     decoder: Any = decoder_fields(raw)
     model_ropes: Any = decoder.get("rope_parameters") or {}
     converted: Any = {}
-    if divisors is None:
+    if divisors is None:  # keys and flags modify the output of llama.cpp's converter
         converted = model_ropes.get("full_attention", model_ropes)
         keys = {"context_length": decoder.get("max_position_embeddings") or 0, **keys}
-    rope, max_length, slots, ignored = resolve_settings(converted, keys, flags, file, divisors)
+    words = ("--rope-scaling", "--kv-unified")
+    values = {name: flag if name in words else float(flag) for name, flag in flags.items()}
+    rope = resolve_rope(converted, keys, values, file, divisors)
+    max_length, slots, ignored = resolve_length(keys, values, rope)
     model_rope: Any = next(iter(rope_parameter_sets(raw)), {})
-    ropes: dict[str, Any] = {
-        name: model_rope[name] for name in model_rope.keys() - SCALING_FIELDS
-    } | rope
+    ropes = {name: model_rope[name] for name in model_rope.keys() - SCALING_FIELDS} | rope
     layer_types = decoder.get("layer_types") or ["sliding_attention"]
     windowed = decoder.get("sliding_window") and "sliding_attention" in layer_types
     if "sliding_attention" in model_ropes:
@@ -220,12 +196,24 @@ def _from_command(text: str, base: Mapping[str, Any], file: str) -> EngineSettin
             f"{file} has no position settings: expected the JSON of a configuration, a GGUF "
             f"file, or flags such as {known}"
         )
-    engine = _detect_engine(words, flags, bool(overrides))
+    names = [Path(word).name for word in words]
+    programs = [_PROGRAMS[x] for name in names for x in _PROGRAMS if name.startswith(x)]
+    if "--json-model-override-args" in "".join(words) or "--context-length" in flags:
+        programs = ["sglang"]
+    default = "vllm" if overrides or "--max-model-len" in flags else "llama.cpp"
+    engine = next(iter(programs), default)
     if engine == "llama.cpp":
         flags = {name: flags[name] for name in FLAGS & flags.keys()}
         return _from_llama_cpp(keys, flags, base, file)
     length = flags.get(_LENGTHS[engine], "auto")
-    max_length = None if length in ("-1", "auto") else _parse_length(length, file)
+    max_length = None
+    if length not in ("-1", "auto"):  # as vLLM reads it: 128k is 128,000 and 128K is 131,072
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", length.strip())
+        max_length = int(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
+        if max_length < 1:
+            raise InputError(
+                f"{file}: {length!r} is no finite number above 0, such as 131072 or 128k"
+            )
     values = dict(word.partition("=")[::2] for word in words)
     allowed = any(values.get(x, "").strip().lower() in ("1", "true") for x in _ALLOW_LONG)
     fields = _from_fields(overrides, base, file, engine, max_length)
@@ -332,21 +320,3 @@ def _parse_gguf_key(text: str, where: str) -> tuple[str, Any]:
     if kind in ("str", "bool"):
         return key, value if kind == "str" else value == "true"
     return key, float(value)
-
-
-def _detect_engine(words: Sequence[str], flags: Mapping[str, str], overridden: bool) -> str:
-    """The engine of a command, by its program or else by flags that only one engine has."""
-    if "--json-model-override-args" in "".join(words) or "--context-length" in flags:
-        return "sglang"
-    programs = (Path(word).name for word in words)
-    engines = (_PROGRAMS[x] for word in programs for x in _PROGRAMS if word.startswith(x))
-    return next(engines, "vllm" if overridden or "--max-model-len" in flags else "llama.cpp")
-
-
-def _parse_length(text: str, file: str) -> int:
-    """A number of tokens as vLLM reads it: 128k is 128,000 and 128K is 131,072."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", text.strip())
-    tokens = float(match[1]) * _UNITS.get(match[2], 1) if match else 0
-    if tokens < 1:
-        raise InputError(f"{file}: {text!r} is no finite number above 0, such as 131072 or 128k")
-    return int(tokens)

@@ -1,17 +1,18 @@
 """`extend`: run a transformers model past its training length, until the extension is removed.
 
-Nothing global is patched. A frequency method changes the buffers of the rotary modules. A method
-that changes attention gives each module a view of its configuration that names normattn's attention
-function, and passes it queries and keys, which only logn+ leaves rotated. The configuration itself,
-other models that share it, and layers with a sliding window stay unchanged. The extended model is
-checked: a method that has no effect or breaks the model raises an error.
+A frequency method changes `inv_freq` and `attention_scaling` of the rotary modules. Where unchanged
+layers share a module, or it recomputes its frequencies, a hook before each layer replaces its
+tables. A method that changes attention gives each module a view of its configuration that names
+normattn's attention function, and passes it queries and keys, which only logn+ leaves rotated. The
+configuration itself, other models that share it, and layers with a sliding window stay unchanged.
+The extended model is then checked.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from normattn.hf.attention_fn import (
     ExtendedLayer,
     ForwardMemory,
     attention_function,
-    cache_hook,
     refuse_copy,
 )
 from normattn.hf.masks import mask_function
@@ -39,20 +39,16 @@ from normattn.hf.probe import (
     AttentionCall,
     Layer,
     attention_implementation,
+    identity_tables,
+    replace_argument,
     replay,
     rotary_buffers,
 )
-from normattn.hf.rope_override import (
-    layer_hook,
-    override_buffers,
-    own_tables_hook,
-    refuse_images,
-    spectrum_of,
-)
-from normattn.hf.rotations import FULL_PRECISION, method_frequencies
+from normattn.hf.rotations import FULL_PRECISION, Spectrum, method_frequencies, read_tables
 from normattn.score import ScoreSpec
 
 _EXTENSION_NUMBERS = itertools.count()
+Undo = Callable[[], object]
 
 
 def extend(
@@ -96,7 +92,7 @@ class Extension:
 
     def __init__(self, planned: Plan) -> None:
         self.spec, self.resolved = planned.spec, planned.resolved
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Undo] = []
         self._memory = ForwardMemory()
         try:
             self._switch_on(planned)
@@ -127,7 +123,12 @@ class Extension:
     def _switch_on(self, planned: Plan) -> None:
         parts, spec, full = planned.parts, planned.spec, planned.full_layers
         replaces = replaces_attention(spec)
-        selecting = [layer for layer in full if layer.selects]
+        # Layers that select keys by an indexer or by their own mask.
+        selecting = [
+            layer
+            for layer in (full if replaces else ())
+            if layer.call.kwargs.get("indices") is not None or layer.call.mask_window is None
+        ]
         implementation = str(parts.config._attn_implementation or "eager")
         self._undo.append(save_with_method(parts, planned.layers, spec))
         if replaces:
@@ -136,14 +137,13 @@ class Extension:
         undo, hooked = override_buffers(planned.layers, spec, to_hook)
         self._undo += undo
         hooked += [layer for layer in to_hook if layer.rotation is not None]
-        for layer in dict.fromkeys([*hooked, *(selecting if replaces else [])]):
+        for layer in dict.fromkeys([*hooked, *selecting]):
             spectrum = spectrum_of(layer, spec) if layer in hooked else None
-            keep_mask = replaces and layer in selecting
-            self._add_pre_hook(layer.module, layer_hook(layer, spectrum, self._memory, keep_mask))
-        selecting_modules = {layer.module for layer in selecting if replaces}
-        for submodule in (x for module in selecting_modules for x in module.modules()):
-            if submodule not in selecting_modules:
-                self._add_pre_hook(submodule, own_tables_hook(self._memory))
+            hook = layer_hook(layer, spectrum, self._memory, layer in selecting)
+            self._add_pre_hook(layer.module, hook)
+        modules = [layer.module for layer in selecting]
+        for submodule in (x for module in modules for x in module.modules() if x not in modules):
+            self._add_pre_hook(submodule, self._memory.restore_tables)
         if replaces or hooked:
             name = self._register_attention(implementation, bool(selecting), bool(hooked))
             self._use_attention(planned, name)
@@ -158,7 +158,7 @@ class Extension:
         """Attach an `ExtendedLayer` to each layer's module; images raise an error when used."""
         for layer in planned.full_layers:
             if layer.rotation is not None and rotates_inside(self.spec):
-                self._add_pre_hook(layer.module, cache_hook(self._memory))
+                self._add_pre_hook(layer.module, self._memory.note_cache)
             extended = ExtendedLayer(self.spec, layer, self._memory)
             self._set_attribute(layer.module, LAYER_ATTRIBUTE, extended)
         modules = list(planned.parts.decoder.modules())
@@ -170,28 +170,30 @@ class Extension:
         """Register the attention function of the extended model once, and return its name.
 
         It is normattn's or, where only frequencies change, the model's `implementation` under a new
-        name. `pairs`: layers that select keys get a mask of every pair. With `hooked` the name is
-        unique, because torch.compile notices a new attention name but no new hooks. The name
-        contains the implementation's, whose masks the unchanged layers need, without "flash", which
-        transformers would take for flash attention.
+        name. `pairs`: layers that select keys get a mask of every pair.
         """
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         masks = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, sdpa_mask)
-        attend: Callable[..., Any] = partial(_attend_by_name, implementation)
         name = f"normattn_as_{implementation}"
-        if replaces_attention(self.spec):
+
+        def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return attention_implementation(implementation, module)(module, *args, **kwargs)
+
+        if replaces := replaces_attention(self.spec):
             name = "normattn_pairs_" if pairs else "normattn_"
+            # With the implementation's name, whose masks the unchanged layers need, but without
+            # "flash", which transformers would take for flash attention.
             name += implementation.replace("flash", "fl").replace("/", "_").replace("|", "_")
-            attend, masks = attention_function, mask_function(masks, pairs)
-        if hooked:
+            masks = mask_function(masks, pairs)
+        if hooked:  # torch.compile notices a new attention name, but no new hooks
             name += f"_{next(_EXTENSION_NUMBERS)}"
             for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
                 self._undo.append(partial(registered._global_mapping.pop, name))
         if name not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(name, attend)
+            AttentionInterface.register(name, attention_function if replaces else attend)
             AttentionMaskInterface.register(name, masks)
         return name
 
@@ -219,6 +221,128 @@ class Extension:
         else:
             self._undo.append(partial(attributes.pop, name, None))
         attributes[name] = value
+
+
+def spectrum_of(layer: Layer, spec: ScoreSpec) -> Spectrum | None:
+    """A layer's spectrum under a method; None where it keeps its own."""
+    if layer.rotation is None:
+        return None
+    if rotates_inside(spec):  # it rotates inside attention
+        return torch.zeros_like(layer.rotation.frequencies), 1.0
+    if spec.rope_scaling is None:
+        return None
+    return layer.rotation.spectrum(spec)
+
+
+def override_buffers(
+    layers: Sequence[Layer], spec: ScoreSpec, excluded: Collection[Layer]
+) -> tuple[list[Undo], list[Layer]]:
+    """Set the buffers of the rotary modules; the undo functions, and the layers that need a hook.
+
+    `excluded` are layers whose buffers must stay as they are.
+    """
+    users: dict[tuple[nn.Module, str], list[tuple[Layer, Spectrum | None]]] = {}
+    for layer in layers:
+        if layer.rotary is None:
+            continue
+        module, layer_type = layer.rotary
+        changes = layer.sliding_window is None and layer not in excluded
+        names, typed_name = rotary_buffers(module), f"{layer_type}_inv_freq"
+        buffer = module, typed_name if typed_name in names else names[0]
+        spectrum = spectrum_of(layer, spec) if changes else None
+        users.setdefault(buffer, []).append((layer, spectrum))
+    undo: list[Undo] = []
+    to_hook: list[Layer] = []
+    for (module, name), sharing in users.items():
+        layer, first = sharing[0]
+        if first is not None and all(
+            x is not None and x[1] == first[1] and torch.equal(x[0], first[0]) for _, x in sharing
+        ):
+            restore = _override(module, name, first)
+            # Some modules (Phi-3.5-MoE's) recompute their frequencies in every forward.
+            tables = layer.tables_at(torch.arange(layer.call.q.shape[2])[None])
+            if read_tables(tables, [first]) is not None:
+                undo.append(restore)
+                continue
+            restore()
+        to_hook += [layer for layer, spectrum in sharing if spectrum is not None]
+    return undo, to_hook
+
+
+def _override(module: nn.Module, name: str, spectrum: Spectrum) -> Undo:
+    """Put a spectrum into a rotary module; it stays in float32 when the model is cast."""
+    buffer: Any = module._buffers[name]
+    scaling_field = name.removesuffix("inv_freq") + "attention_scaling"
+    scaling = getattr(module, scaling_field, 1.0)
+    frequencies = spectrum[0].view(buffer.shape).float()
+    apply: Callable[..., Any] = module._apply
+
+    def apply_without_cast(*args: Any, **kwargs: Any) -> Any:
+        """Let `module.to(…)` move the frequencies without rounding them."""
+        result = apply(*args, **kwargs)
+        moved = module._buffers[name]
+        if moved is not None and not moved.is_meta:
+            module._buffers[name] = frequencies.to(moved.device)
+        return result
+
+    def undo() -> None:
+        moved = module._buffers[name]
+        module.__dict__.pop("_apply", None)
+        module._buffers[name] = buffer if moved is None else buffer.to(moved.device)
+        setattr(module, scaling_field, scaling)
+
+    module._buffers[name] = frequencies.to(buffer.device)
+    setattr(module, scaling_field, spectrum[1])
+    module.__dict__["_apply"] = apply_without_cast
+    return undo
+
+
+def layer_hook(
+    layer: Layer, spectrum: Spectrum | None, memory: ForwardMemory, keep_mask: bool
+) -> Callable[..., Any]:
+    """A hook before a layer that replaces its position embeddings by those of `spectrum`, if any.
+
+    `memory` keeps them for all layers, and with `keep_mask` the mask before the layer selects keys.
+    """
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mask, argument = kwargs.get("attention_mask"), layer.argument
+        if keep_mask and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            memory.keep("mask", mask)
+        if spectrum is None or argument is None or layer.rotation is None:
+            return None
+        own = kwargs.get(argument) if isinstance(argument, str) else args[argument]
+        if own is None:
+            raise InputError(f"layer {layer.index} was called without its position embeddings")
+        if not spectrum[0].any():
+            memory.keep("own tables", own)
+            return replace_argument(args, kwargs, argument, identity_tables(own))
+        ids = kwargs.get("position_ids")
+        if ids is None or ids.dim() != 2:
+            raise InputError(
+                f"layer {layer.index} does not receive the tokens' position_ids (batch, tokens), "
+                "so its positions cannot be changed"
+            )
+        tables = layer.rotation.tables
+        name = f"tables {id(tables)} {(own if isinstance(own, Tensor) else own[0]).dtype}"
+        replaced = memory.remember(name, (ids,), lambda: tables.make(ids, spectrum, own))
+        return replace_argument(args, kwargs, argument, replaced)
+
+    return hook
+
+
+def refuse_images(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a rotary module that raises `InputError` for positions of several dimensions.
+
+    normattn's attention numbers tokens one by one, and image tokens are not numbered so.
+    """
+    tensors = [x for x in (*kwargs.values(), *args) if isinstance(x, Tensor)]
+    ids = [x for x in tensors if x.dtype == torch.int64 and x.dim() == 3]
+    if not torch.compiler.is_compiling() and any(bool((x != x[:1]).any()) for x in ids):
+        raise InputError(
+            "an image's tokens have positions of several dimensions in this model: with this "
+            "method it takes only text"
+        )
 
 
 def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
@@ -260,10 +384,6 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
     return view
 
 
-def _attend_by_name(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    return attention_implementation(name, module)(module, *args, **kwargs)
-
-
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 """Tolerances as a share of the largest number, in full and in half precision."""
 
@@ -279,7 +399,7 @@ def check_extension(plan: Plan) -> None:
     cannot = f"{name} cannot be extended by {spec.method}"
     with explained(cannot, "since its forward then fails"):
         calls, cache = replay(plan.parts, plan.layers)
-    rows = unchanged_rows(spec)
+    rows = _unchanged_rows(spec)
     for layer in plan.layers:
         replayed = calls.get(layer.module)
         if replayed is None or not _has_expected_inputs(replayed[0], layer, spec):
@@ -299,7 +419,7 @@ def check_extension(plan: Plan) -> None:
             raise InputError(f"{cannot}: it changes the results of a short text, which it must not")
 
 
-def unchanged_rows(spec: ScoreSpec) -> int:
+def _unchanged_rows(spec: ScoreSpec) -> int:
     """The number of probe tokens whose attention a method leaves unchanged."""
     window = None if spec.remapping is None else spec.remapping.window
     near = spec.remapping is None or (window or 2) >= 2
@@ -314,13 +434,10 @@ def _has_expected_inputs(call: AttentionCall, layer: Layer, spec: ScoreSpec) -> 
     expected = layer.call.q, layer.call.k
     changed = rotates_inside(spec) or spec.rope_scaling is not None
     if changed and layer.rotation is not None:
-        assert layer.unrotated is not None
-        assert layer.key_source is not None
-        assert layer.key_source.unrotated is not None
-        expected = layer.unrotated.q, layer.key_source.unrotated.k
+        expected = layer.rotation.unrotated
         if not rotates_inside(spec):
             theta = method_frequencies(spec, layer.rotation)
-            amplitude = 1.0 if layer.rotation.gains else layer.spectrum(spec)[1]
+            amplitude = 1.0 if layer.rotation.gains else layer.rotation.spectrum(spec)[1]
             rotation = replace(layer.rotation, frequencies=theta, amplitude=amplitude)
             expected = rotation.rotated(expected[0], 0), rotation.rotated(expected[1], 1)
     tolerance = _TOLERANCE if call.q.dtype in FULL_PRECISION else _HALF_TOLERANCE
@@ -331,10 +448,7 @@ def _has_expected_inputs(call: AttentionCall, layer: Layer, spec: ScoreSpec) -> 
 
 
 def _is_cached(call: AttentionCall, cache: Any) -> bool:
-    """Whether the cache holds attention's keys; True where it holds none of their shape.
-
-    A layer that runs several times in a forward has an entry for each run.
-    """
+    """Whether an entry of the cache holds attention's keys; True where none has their shape."""
     entries = (getattr(entry, "keys", None) for entry in getattr(cache, "layers", None) or ())
     cached = [keys for keys in entries if isinstance(keys, Tensor) and keys.shape == call.k.shape]
     tolerance = _TOLERANCE * call.k.abs().max()
@@ -342,14 +456,12 @@ def _is_cached(call: AttentionCall, cache: Any) -> bool:
 
 
 def _outputs_match(new: Tensor, old: Tensor) -> bool:
-    """Whether each row of attention's output is unchanged up to rounding; True for no rows.
-
-    In half precision, where rounding may change one row a lot, the median row is compared.
-    """
+    """Whether each row of attention's output is unchanged up to rounding; True for no rows."""
     if new.shape != old.shape or not old.numel():
         return new.shape == old.shape
-    error = (new.double() - old.double()).norm(dim=-1)
-    error = error / old.double().norm(dim=-1).clamp(min=1e-30)
-    if old.dtype in FULL_PRECISION:
-        return bool(error.max() <= 10 * _TOLERANCE)
-    return bool(error.median() <= 4 * _HALF_TOLERANCE)
+    new, precise, old = new.double(), old.dtype in FULL_PRECISION, old.double()
+    error = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp(min=1e-30)
+    # In half precision, where rounding may change one row a lot, the median row is compared.
+    return bool(
+        error.max() <= 10 * _TOLERANCE if precise else error.median() <= 4 * _HALF_TOLERANCE
+    )

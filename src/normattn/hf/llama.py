@@ -79,15 +79,23 @@ def from_llama(model: Any) -> CausalLM:
         causal_lm = CausalLM(config)
     expected = {name: value.shape for name, value in causal_lm.state_dict().items()}
     shapes = {name: value.shape for name, value in converted.items()}
-    names = expected | shapes
-    mismatched = {*weights, *(name for name in names if shapes.get(name) != expected.get(name))}
+    mismatched = weights.keys() | {name for name, _ in expected.items() ^ shapes.items()}
     if mismatched:
         raise InputError(
             f"a {type(model).__name__} cannot become a CausalLM: its weights are not those of "
             f"Llama's layers, which differ by {min(mismatched)}"
         )
     causal_lm.load_state_dict(converted, assign=True)
-    _check_logits(model, causal_lm.eval())
+    weight = model.lm_head.weight
+    ids = torch.arange(9, device=weight.device)[None] % config.vocab_size
+    with torch.no_grad(), without_dropout(model):
+        own = model(input_ids=ids, use_cache=False).logits.double()
+        error = float((causal_lm.eval()(ids).double() - own).norm() / own.norm())
+    if not error <= (1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.2):
+        raise InputError(
+            f"a {type(model).__name__} cannot become a CausalLM: it has the weights of Llama's "
+            "shape, but computes other logits with them"
+        )
     return causal_lm.train(model.training)
 
 
@@ -102,11 +110,10 @@ def to_llama(model: CausalLM) -> Any:
     try:
         import transformers
     except ImportError:
-        needed = "a model of transformers needs that package: pip install normattn[hf]"
-        raise InputError(needed) from None
+        raise InputError("to_llama needs transformers: pip install normattn[hf]") from None
     if not isinstance(model, CausalLM):
-        name = type(model).__name__
-        raise InputError(f"this takes a CausalLM (the .model of a wrapped one), but it is a {name}")
+        kind = type(model).__name__
+        raise InputError(f"this takes a CausalLM (the .model of a wrapped one), but it is a {kind}")
     config = model.config
     family, llama_config = _to_llama_config(config)
     with on_meta():
@@ -152,22 +159,21 @@ def _to_causal_lm_config(model: Any) -> CausalLMConfig:
         _refuse_settings(config, rope, kind)
         eps = {"eps": config.rms_norm_eps} if normed else {}
         name = "QKRMSNorm-RoPE" if normed else "Baseline-RoPE"
-        score = ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps)
-        scaling: PI | Llama3 | None = None
+        parts = list(ScoreSpec.parse(name, base=float(rope["rope_theta"]), **eps).parts)
         length = config.max_position_embeddings
         if rope.get("rope_type") == "linear":
-            scaling = PI(factor=float(rope["factor"]))
+            parts.append(PI(factor=float(rope["factor"])))
         elif rope.get("rope_type") == "llama3":
             # normattn counts rotations within the training length, so the ends are scaled.
             ratio = length / rope["original_max_position_embeddings"]
             low, high = (ratio * rope[f"{end}_freq_factor"] for end in ("low", "high"))
-            scaling = Llama3(factor=float(rope["factor"]), low=low, high=high)
+            parts.append(Llama3(factor=float(rope["factor"]), low=low, high=high))
         fields: dict[str, Any] = {x: getattr(config, source) for x, source in _SETTINGS.items()}
         return CausalLMConfig(
             **fields,
             head_dim=getattr(config, "head_dim", None),
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in weights,
-            score=score if scaling is None else ScoreSpec((*score.parts, scaling)),
+            score=ScoreSpec(tuple(parts)),
         )
     except (AttributeError, KeyError) as error:
         raise InputError(
@@ -190,20 +196,6 @@ def _refuse_settings(config: Any, rope: dict[str, Any], kind: str) -> None:
     for reason, unsupported in reasons.items():
         if unsupported:
             raise InputError(f"this {kind} cannot become a CausalLM, because it has {reason}")
-
-
-def _check_logits(model: Any, converted: CausalLM) -> None:
-    weight = model.lm_head.weight
-    ids = torch.arange(9, device=weight.device)[None] % converted.config.vocab_size
-    with torch.no_grad(), without_dropout(model):
-        expected = model(input_ids=ids, use_cache=False).logits.double()
-        logits = converted(ids).double()
-    tolerance = 1e-3 if weight.dtype in (torch.float32, torch.float64) else 0.2
-    if not float((logits - expected).norm()) <= tolerance * float(expected.norm()):
-        raise InputError(
-            f"a {type(model).__name__} cannot become a CausalLM: it has the weights of Llama's "
-            "shape, but computes other logits with them"
-        )
 
 
 def _to_llama_config(config: CausalLMConfig) -> tuple[str, Any]:

@@ -22,22 +22,15 @@ from normattn.score.parts.rope_scaling import YaRN
 
 
 class Gguf(NamedTuple):
-    """The metadata of a file.
-
-    `keys` are its values by name, without the architecture's prefix and without lists. `divisors`
-    are the tensors that divide frequencies: those of Llama 3.1 (`rope_freqs`) and of LongRoPE.
-    """
+    """The metadata of a file: its keys without the architecture's prefix and without lists."""
 
     architecture: str
     keys: dict[str, Any]
-    divisors: dict[str, list[float]]
+    divisors: dict[str, list[float]]  # tensors that divide frequencies: of Llama 3.1 and LongRoPE
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Read the metadata of a GGUF file; raises `InputError` for a damaged one.
-
-    It is cached until the file changes, because its lists of tokens take seconds to read.
-    """
+    """The metadata of a GGUF file, cached until it changes; `InputError` for a damaged one."""
     try:
         state = path.stat()
         return _read_metadata(path, state.st_size, state.st_mtime_ns)
@@ -76,10 +69,7 @@ def architecture_of(model_type: str) -> str | None:
 
 
 def refuse_scaled(path: Path) -> None:
-    """Raise `InputError` for a file that scales frequencies by its keys or by a tensor.
-
-    transformers (5.23) reads neither, and would compute with unscaled frequencies.
-    """
+    """Raise `InputError` for a file with scaled frequencies, which transformers does not read."""
     _, keys, divisors = read_gguf(path)
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
     # llama.cpp reads a factor without a type as linear.
@@ -141,10 +131,7 @@ ENVIRONMENT = {f"LLAMA_ARG_{name[2:].replace('-', '_').upper()}": name for name 
 
 
 def gguf_keys(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The keys of a GGUF file for these fields, with the type of each value.
-
-    Raises `InputError` for a scaling that llama.cpp does not have.
-    """
+    """The GGUF keys of these fields, with their types; `InputError` for what llama.cpp lacks."""
     ropes = fields["rope_parameters"]
     nested = {name: rope for name, rope in ropes.items() if isinstance(rope, Mapping)}
     rope: Any = nested.pop("full_attention", None) if nested else ropes
@@ -170,15 +157,15 @@ def gguf_keys(architecture: str, fields: Mapping[str, Any]) -> dict[str, tuple[s
             keys[key] = (kind, casts[kind](rope[field]))
     if "attention_factor" in rope:
         # llama.cpp multiplies this by 1 + 0.1·ln s.
-        multiple = float(rope["attention_factor"]) / _yarn_factor(float(rope["factor"]))
+        multiple = float(rope["attention_factor"]) / yarn_factor(float(rope["factor"]))
         keys["rope.scaling.attn_factor"] = ("f32", multiple)
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 
 
 def command_flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
-    """The flags for these fields. Raises as `gguf_keys` does.
+    """The flags for these fields; raises as `gguf_keys` does.
 
-    Two keys need --override-kv. The server caps --ctx-size at the file's context_length, and
+    Some keys need --override-kv: the server caps --ctx-size at the file's context_length, and
     overwrites --yarn-attn-factor where YaRN is on (ggml-org/llama.cpp#17945).
     """
     flag_of = {f"{architecture}.{key}": flag for key, _, flag in _FIELDS.values()}
@@ -192,50 +179,46 @@ def command_flags(fields: Mapping[str, Any], architecture: str) -> list[str]:
     return [*options, *overrides]
 
 
-def _yarn_factor(factor: float) -> float:
+def yarn_factor(factor: float) -> float:
+    """YaRN's factor of cos and sin, 0.1·ln s + 1."""
     return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
 
 
-def resolve_settings(
+def resolve_rope(
     converted: Mapping[str, Any],
     keys: Mapping[str, Any],
-    flags: Mapping[str, str],
+    flags: Mapping[str, Any],
     file: str,
     divisors: Mapping[str, Sequence[float]] | None = None,
-) -> tuple[dict[str, Any], int | None, int, list[str]]:
-    """Resolve GGUF keys, without their architecture, and flags as llama.cpp does.
+) -> dict[str, Any]:
+    """The rope parameters with which transformers computes what llama.cpp does.
 
-    Returns the rope parameters with which transformers computes the same, the longest text, the
-    number of requests that share the context, and a sentence for each setting without effect.
-    `converted` are the rope parameters that the converter wrote into the file, `divisors` its
-    tensors that divide frequencies. Raises `InputError` for a value that llama.cpp would not read,
-    and for settings that transformers cannot express.
+    `keys` are GGUF keys without their architecture, `flags` those of a command, `converted` the
+    rope parameters that the converter wrote into the file, and `divisors` its tensors that divide
+    frequencies. Raises `InputError` for a value that llama.cpp would not read, and for settings
+    that transformers cannot express.
     """
-    numeric = flags.keys() - {"--rope-scaling", "--kv-unified"}
-    numbers = {name: float(flags[name]) for name in numeric}
     # Some architectures (grok, laguna) read these keys, llama does not: a llama file with betas 16
     # and 2 gave other probabilities than the same values as flags.
     for name, default in {"ext_factor": -1.0, "attn_factor": 1.0, **_BETAS}.items():
         flag, key = f"--yarn-{name.replace('_', '-')}", f"rope.scaling.yarn_{name}"
-        if numbers.get(flag, -1.0) < 0 and float(keys.get(key, default)) not in (default, -1.0):
+        if flags.get(flag, -1.0) < 0 and float(keys.get(key, default)) not in (default, -1.0):
             raise InputError(
                 f"{file}: llama.cpp reads {key} in some architectures and ignores it in most, so "
                 f"what it computes is not known here: say {flag} instead"
             )
-    stored = {field: keys[key] for field, (key, _, _) in _FIELDS.items() if key in keys}
-    rope = {**converted, **stored}
-    for field, (_, kind, flag) in _FIELDS.items():
-        value: Any = flags.get(flag) if kind == "str" else numbers.get(flag)
+    rope = {**converted, **{field: keys[x] for field, (x, _, _) in _FIELDS.items() if x in keys}}
+    for field, (_, _, flag) in _FIELDS.items():
+        value = flags.get(flag)
         if value is not None and (value >= 0 if field in _BETAS else value != 0):
             rope[field] = value
-    if "--rope-freq-scale" in numbers:
-        rope["factor"] = 1 / numbers["--rope-freq-scale"]
+    if "--rope-freq-scale" in flags:
+        rope["factor"] = 1 / flags["--rope-freq-scale"]
     scaled = {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "--rope-scaling"}
     if rope_type_of(converted) != "llama3":
-        rope = _resolve_rope(rope, keys, numbers, file)
+        rope = _resolve_scaling(rope, keys, flags.get("--yarn-ext-factor", -1.0), file)
     elif {*keys, *flags} & {*scaled, *_SCALE_FLAGS}:
         raise InputError(f"{file}: a scaling on top of llama3 has no words in transformers")
-    yarn, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
     for name, factors in (divisors or {}).items():
         if name.startswith("rope_factors_"):
             raise InputError(f"the file holds {name}: LongRoPE of a GGUF is not compared here")
@@ -243,34 +226,45 @@ def resolve_settings(
             raise InputError(f"{file}: rope_freqs.weight under another scaling has no words here")
         # transformers computes the same by LongRoPE with two equal lists.
         rope |= {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0}
-        rope |= {_ORIGINAL: context, "short_factor": factors, "long_factor": factors}
+        rope |= {_ORIGINAL: int(keys.get("context_length", 0))}
+        rope |= {"short_factor": factors, "long_factor": factors}
+    return rope
+
+
+def resolve_length(
+    keys: Mapping[str, Any], flags: Mapping[str, Any], rope: Mapping[str, Any]
+) -> tuple[int | None, int, list[str]]:
+    """The longest text, the number of requests that share the context, and settings ignored.
+
+    `rope` are the rope parameters of these keys and flags; each ignored setting is a sentence.
+    """
+    yarn, context = rope["rope_type"] == "yarn", int(keys.get("context_length", 0))
     # Each of the parallel requests has an equal part.
     unified = flags.get("--kv-unified", "0").lower() not in ("0", "false", "off", "disabled")
-    slots = 1 if unified else max(1, int(numbers.get("--parallel", 1)))
-    ctx_size, ignored = (int(numbers.get("--ctx-size", 0)) or context) // slots, []
+    slots = 1 if unified else max(1, int(flags.get("--parallel", 1)))
+    ctx_size = (int(flags.get("--ctx-size", 0)) or context) // slots
+    amplitude = float(keys.get("rope.scaling.attn_factor", 1.0))
+    amplitude *= 1.0 if yarn else max(flags.get("--yarn-attn-factor", 1.0), 0.0)
+    ignored, override = [], "say --override-kv ARCH"
     if flags.get("--rope-scaling") == "none" and flags.keys() & {*_SCALE_FLAGS}:
         ignored.append("--rope-scale is ignored: with --rope-scaling none llama.cpp sets it to 1")
     if yarn and "--yarn-attn-factor" in flags:
         ignored.append(
-            "--yarn-attn-factor is ignored: llama.cpp overwrites it where YaRN is on; say "
-            "--override-kv ARCH.rope.scaling.attn_factor=float:…"
+            "--yarn-attn-factor is ignored: llama.cpp overwrites it where YaRN is on; "
+            f"{override}.rope.scaling.attn_factor=float:…"
         )
     if context and ctx_size > context:
-        ignored.append(
-            f"--ctx-size is cut to the file's context_length, {context:,}: say "
-            "--override-kv ARCH.context_length=int:…"
-        )
-    amplitude = float(keys.get("rope.scaling.attn_factor", 1.0))
-    amplitude *= 1.0 if yarn else max(numbers.get("--yarn-attn-factor", 1.0), 0.0)
+        cut = f"--ctx-size is cut to the file's context_length, {context:,}"
+        ignored.append(f"{cut}: {override}.context_length=int:…")
     if amplitude != 1 and "attention_factor" not in rope:
         ignored.append(f"attention factor: cos and sin times {amplitude:.5g} instead of 1")
     # The server caps a slot at the file's context_length.
     max_length = min(ctx_size, context) if context else ctx_size or None
-    return rope, max_length, slots, ignored
+    return max_length, slots, ignored
 
 
-def _resolve_rope(
-    rope: Mapping[str, Any], keys: Mapping[str, Any], numbers: Mapping[str, float], file: str
+def _resolve_scaling(
+    rope: Mapping[str, Any], keys: Mapping[str, Any], ext_factor: float, file: str
 ) -> dict[str, Any]:
     rope_type = str(rope.get("rope_type", "linear")).replace("default", "none")
     known = ("none", "linear", "yarn", "longrope")
@@ -278,7 +272,6 @@ def _resolve_rope(
         raise InputError(f"{file}: llama.cpp has no rope scaling {rope_type!r}: {', '.join(known)}")
     base = float(rope.get("rope_theta") or 10000.0)
     factor = float(rope.get("factor") or keys.get("rope.scale_linear") or 1.0)
-    ext_factor = numbers.get("--yarn-ext-factor", -1.0)
     ext_factor = float(rope_type == "yarn") if ext_factor < 0 else ext_factor
     if ext_factor not in (0, 1):
         raise InputError(f"{file}: transformers has no words for --yarn-ext-factor {ext_factor:g}")
@@ -297,5 +290,5 @@ def _resolve_rope(
     if mscale:  # DeepSeek scales the softmax instead of cos and sin
         amplitude = {"mscale": mscale, "mscale_all_dim": mscale}
     elif attn_factor != 1:
-        amplitude = {"attention_factor": _yarn_factor(factor) * attn_factor}
+        amplitude = {"attention_factor": yarn_factor(factor) * attn_factor}
     return {**unscaled, **scaling_fields(yarn, original), **amplitude}

@@ -1,8 +1,6 @@
 """Load a causal language model and its tokeniser from a folder, a GGUF file or a name on the hub.
 
-A model is loaded unmodified, or with the extension that its configuration names. A local model
-whose configuration describes more weights than its files can hold raises an error before memory is
-allocated. A model's own code is never run, and no pickle is read.
+A model's own code is never run, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -113,9 +111,7 @@ def load_unmodified(
 ) -> tuple[Any, dict[str, Any] | None]:
     """A model of transformers without its saved method, and the record of that method, if any.
 
-    Fields of the configuration that would apply the method in plain `from_pretrained` are restored.
     It is a causal language model, with `as_saved` one of the class that the configuration names.
-    `options` are those of transformers' `from_pretrained`.
     """
     source, gguf = source_of(path, gguf)
     options = {**_loading_options(source, gguf), **options}
@@ -156,10 +152,7 @@ def load_unmodified(
 
 
 def read_tokeniser(model: str | Path, gguf: str | None = None, **hub_options: Any) -> Any:
-    """The tokeniser of a model that `load` takes, or of a folder with only a tokeniser.
-
-    `hub_options` are those of transformers. Raises `InputError` as `load` does.
-    """
+    """The tokeniser of a model that `load` takes, or of a folder with only a tokeniser."""
     folder = expand_path(model)
     has_file = gguf is None and (folder / "tokenizer.json").is_file()
     source, gguf = (str(folder), None) if has_file else source_of(model, gguf)
@@ -173,9 +166,7 @@ def read_tokeniser(model: str | Path, gguf: str | None = None, **hub_options: An
 def read_configuration(model: str | Path, gguf: str | None = None, **hub_options: Any) -> Any:
     """The configuration of a folder, a GGUF file, a config.json or a name on the hub.
 
-    `gguf` is a file in the folder or the repository, `hub_options` are those of transformers.
-    Raises `InputError` where there is none that transformers can read, and for a GGUF file whose
-    frequencies are scaled.
+    Raises `InputError` where transformers cannot read it, and for a GGUF with scaled frequencies.
     """
     try:
         from transformers import AutoConfig, utils
@@ -236,10 +227,7 @@ def _loading_options(source: str, gguf: str | None) -> dict[str, Any]:
 
 
 def _refuse_larger(folder: Path, gguf: str | None, config: Any, auto: Any) -> None:
-    """Raise `InputError` for a local model with more weights than its files have bits.
-
-    No memory is allocated and no weight is read. Pickled weights, which can run code, do not count.
-    """
+    """Raise `InputError` for more weights than the files, without pickled ones, have bits."""
     source = gguf or str(folder)
     files = list(folder.glob("*.safetensors")) if gguf is None else [folder / gguf]
     bits = 8 * sum(file.stat().st_size for file in files)

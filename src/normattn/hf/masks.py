@@ -34,15 +34,12 @@ A caller's int32 mask with one query row would be taken for a compact one."""
 
 @dataclass(frozen=True)
 class MaskedPositions:
-    """Positions of the queries and the first `keys` keys, and the attention mask.
-
-    `groups`, where given, are equivalent batches without padding, which are faster.
-    """
+    """Positions of the queries and the first `keys` keys, and the attention mask."""
 
     keys: int
     positions: Positions
     mask: AttentionMask
-    groups: tuple[RowGroup, ...] | None = None
+    groups: tuple[RowGroup, ...] | None = None  # equal batches without padding, which are faster
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,7 @@ def compact_mask(
 
 
 def mask_function(stock_mask: Callable[..., Any], pairs: bool = False) -> Callable[..., Any]:
-    """The mask function of normattn's attention; `stock_mask` makes masks of windowed layers.
-
-    `pairs` makes pair masks, for layers that select keys themselves.
-    """
+    """The masks of normattn's attention: compact, or of `pairs`; stock ones for windowed layers."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     def make(**kwargs: Any) -> Any:
@@ -159,11 +153,9 @@ def _with_padding(
 
 
 def _group_rows(query: Int[Tensor, "b t"], key: Int[Tensor, "b s"]) -> tuple[RowGroup, ...] | None:
-    """Adjacent rows with equal padding as batches without padding; None where that is impossible.
-
-    Each row's real tokens must be contiguous and end with its real queries: padding on the left or
-    on the right, or a cache that is not yet full.
-    """
+    """Adjacent rows with equal padding as batches without padding; None where there are none."""
+    # A row's real tokens must be contiguous and end with its real queries: padding on the left or
+    # on the right, or a cache that is not yet full.
     real = query >= 0
     num_queries, num_keys = real.sum(-1), query.amax(-1) + 1
     first_query, first_key = real.int().argmax(-1), (key >= 0).int().argmax(-1)
@@ -219,12 +211,10 @@ def _from_pair_mask(
 
 
 def _count_positions(mask: Tensor, queries: int) -> tuple[Tensor, Tensor] | None:
-    """Positions of queries and keys from a pair mask (B, 1, T, S); None if it is no causal mask.
-
-    In a causal mask each query sees the last query's keys up to its own; left padding sees none.
-    """
+    """Positions of queries and keys from a pair mask (B, 1, T, S); None if it is no causal mask."""
     if mask.dtype != torch.bool or mask.shape[1] != 1 or torch.compiler.is_compiling():
         return None
+    # In a causal mask each query sees the last query's keys up to its own; left padding sees none.
     rows = mask[:, 0]
     real = rows[:, -1]
     key = (real.cumsum(-1) - 1).masked_fill(~real, -1)

@@ -12,12 +12,6 @@ from torch import nn
 
 from normattn.errors import InputError, NormattnError
 
-_DYNAMIC = {
-    "dynamic": "set its rope_type to 'default' and take DynamicNTK",
-    "longrope": "its frequencies change with the length of the text, and a cache then holds keys "
-    "of both kinds",
-}
-
 
 @contextmanager
 def explained(subject: str, why: str = "cannot be loaded by transformers") -> Iterator[None]:
@@ -35,15 +29,12 @@ def explained(subject: str, why: str = "cannot be loaded by transformers") -> It
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A transformers model, its decoder below the head, and that decoder's configuration.
-
-    `adapted` is the PEFT model that wraps it, if any.
-    """
+    """A transformers model, its decoder below the head, and that decoder's configuration."""
 
     model: Any
     config: Any
     decoder: nn.Module
-    adapted: Any = None
+    adapted: Any = None  # the PEFT model that wraps it, if any
 
     @property
     def name(self) -> str:
@@ -114,15 +105,6 @@ def model_parts(model: Any) -> ModelParts:
         decoder = model.base_model
     config = model.config.get_text_config()
     return ModelParts(model, config, decoder, adapted)
-
-
-def refuse_length_dependent(parts: ModelParts, layer: nn.Module) -> None:
-    """Raise `InputError` for a layer whose frequencies change with the length of the text."""
-    rope_type = parts.rope(layer).get("rope_type")
-    if rope_type in _DYNAMIC:
-        raise InputError(
-            f"{parts.name} has a {rope_type} rotary spectrum already: {_DYNAMIC[rope_type]}"
-        )
 
 
 def known_length(parts: ModelParts) -> tuple[int, str]:

@@ -1,7 +1,4 @@
-"""normattn's models as transformers models, for the Auto classes: causal, masked, classifying.
-
-Their configurations hold normattn's as JSON, and the cache of `generate` wraps a `ModelCache`.
-"""
+"""normattn's models as transformers models, for the Auto classes: causal, masked, classifying."""
 
 from __future__ import annotations
 
@@ -75,15 +72,13 @@ class NormattnBaseConfig(_Config):
     max_position_embeddings = property(lambda self: int(self.settings["train_length"]))
 
 
-# Each class defines __init__, because transformers generates one otherwise.
+# Each class names an __init__, because transformers generates one otherwise.
 class NormattnConfig(NormattnBaseConfig):
     """The configuration of a `CausalLM`."""
 
     model_type = "normattn"
     settings_class = CausalLMConfig
-
-    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
-        super().__init__(settings, **more)
+    __init__ = NormattnBaseConfig.__init__
 
 
 class NormattnMaskedLMConfig(NormattnBaseConfig):
@@ -91,9 +86,7 @@ class NormattnMaskedLMConfig(NormattnBaseConfig):
 
     model_type = "normattn-masked-lm"
     settings_class = MaskedLMConfig
-
-    def __init__(self, settings: dict[str, Any] | None = None, **more: Any) -> None:
-        super().__init__(settings, **more)
+    __init__ = NormattnBaseConfig.__init__
 
 
 class NormattnClassifierConfig(NormattnBaseConfig):
@@ -115,11 +108,7 @@ class NormattnClassifierConfig(NormattnBaseConfig):
 
 
 class NormattnCache(_Cache):
-    """A `ModelCache`, `.held`, with the interface of transformers' `Cache`.
-
-    Attention layers write to it themselves, so `update` raises an error. So does `crop` where a
-    sliding window has dropped the keys that it needs.
-    """
+    """A `ModelCache`, `.held`, with the interface of transformers' `Cache`."""
 
     def __init__(self, held: ModelCache) -> None:
         super().__init__(layers=[])
@@ -129,7 +118,7 @@ class NormattnCache(_Cache):
         return len(self.held.layers)
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Raises `InputError`."""
+        """Raises `InputError`, because attention layers write to the cache themselves."""
         raise InputError("the layers of a normattn model write to their cache by themselves")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -181,8 +170,7 @@ class NormattnModel(_Model):
         """As in transformers, but raises `InputError` for a missing weight."""
         with_info = options.pop("output_loading_info", False)
         model, info = super().from_pretrained(*source, output_loading_info=True, **options)
-        problem = missing_weight(info)
-        if problem is not None:
+        if (problem := missing_weight(info)) is not None:
             raise InputError(
                 f"the weights in {source[0]} are not those of its configuration: {problem}"
             )
@@ -195,24 +183,19 @@ class NormattnModel(_Model):
         """Raise `InputError` for an argument or output of other models, unless None or False."""
         asked = {x: getattr(self.config, x) for x in ("output_attentions", "output_hidden_states")}
         asked |= {name: value for name, value in unsupported.items() if value is not None}
-        for name in (x for x, value in asked.items() if value is not None and value is not False):
-            raise InputError(
-                f"a {type(self).__name__} takes no {name}: it gives logits for input_ids and "
-                "attention_mask"
-            )
+        for name, value in asked.items():
+            if value is not None and value is not False:
+                raise InputError(
+                    f"a {type(self).__name__} takes no {name}: it gives logits for input_ids and "
+                    "attention_mask"
+                )
 
-    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    def _loss(self, logits: Tensor, labels: Tensor | None) -> Any:
         """transformers' loss for this class of model; each one uses some of the arguments."""
         if labels is None:
             return None
-        loss: Tensor = self.loss_function(
-            logits=logits,
-            labels=labels,
-            pooled_logits=logits,
-            vocab_size=logits.shape[-1],
-            config=self.config,
-        )
-        return loss
+        names = {"logits": logits, "pooled_logits": logits, "labels": labels}
+        return self.loss_function(**names, vocab_size=logits.shape[-1], config=self.config)
 
     def get_input_embeddings(self) -> Any:
         """The embedding of the tokens."""
@@ -262,15 +245,19 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
         self._refuse(unsupported)
         if labels is not None and logits_to_keep:
             raise InputError("labels need all logits: leave logits_to_keep out")
-        cache = self._cache(past_key_values, use_cache)
+        cache = past_key_values
+        if cache is not None and not isinstance(cache, NormattnCache):
+            raise InputError(
+                f"past_key_values is a {type(cache).__name__}, but these models keep keys in "
+                "their own format: leave it out, or give model.new_cache()"
+            )
+        if cache is None and (not torch.is_grad_enabled() if use_cache is None else use_cache):
+            cache = self.new_cache()
         before = 0 if cache is None else cache.get_seq_length()
         ids = checked_ids(input_ids, "input_ids")
         padding = _padding_mask(ids, attention_mask, before)
-        if cache is None:
-            hidden = self.model.hidden(ids, padding)
-        else:
-            new = None if padding is None else padding[:, before:]
-            hidden = self.model.hidden(ids, new, cache.held)
+        new = None if padding is None else padding[:, before:]
+        hidden = self.model.hidden(ids, new, None if cache is None else cache.held)
         logits = F.linear(hidden[:, -logits_to_keep:], self.model.head_weight)
         loss = self._loss(logits, labels)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
@@ -278,15 +265,6 @@ class NormattnForCausalLM(NormattnModel, _GenerationMixin):
     def new_cache(self, max_length: int | None = None) -> NormattnCache:
         """An empty cache for the active scores, as `CausalLM.new_cache`."""
         return NormattnCache(self.model.new_cache(max_length))
-
-    def _cache(self, cache: Any, use_cache: bool | None) -> NormattnCache | None:
-        if cache is not None and not isinstance(cache, NormattnCache):
-            raise InputError(
-                f"past_key_values is a {type(cache).__name__}, but these models keep keys in "
-                "their own format: leave it out, or give model.new_cache()"
-            )
-        use_cache = not torch.is_grad_enabled() if use_cache is None else use_cache
-        return self.new_cache() if cache is None and use_cache else cache
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any

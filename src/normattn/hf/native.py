@@ -13,7 +13,8 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from torch import Tensor, nn
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, explained, layer_type
 from normattn.hf.probe import Layer, rotary_buffers
-from normattn.hf.rotations import HeadRotation, read_tables
+from normattn.hf.rotations import read_tables
 from normattn.io import write_json
 from normattn.score import ScoreSpec
 from normattn.score.parts.rope_scaling import ABF, NTK, PI, Llama3, YaRN
 
-_FIELDS = ("rope_parameters", "max_position_embeddings")
 FIELD, TRAINED = "normattn", "trained"
 """The field of a configuration that records the method; the record's key for original fields."""
 ADAPTER_FILE = "normattn.json"
@@ -40,20 +40,34 @@ def native_fields(
 ) -> dict[str, Any]:
     """The fields of the decoder's configuration that express a method, for texts of `max_length`.
 
-    Raises `InputError` as `merged_rope_parameters` and `rope_fields` do, and for families whose
-    rotary module computes something else from the fields.
+    Raises `InputError` where the model's rotary module does not compute the method from them.
     """
-    rotated = [layer for layer in layers if layer.rotation is not None]
-    changes = rope_fields(spec, rotated[0].rotation if rotated else None)
+    scaling, changes = spec.rope_scaling, None
+    rotated = {layer: layer.rotation for layer in layers if layer.rotation is not None}
+    rotation = next(iter(rotated.values()), None)
+    frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
+    if frequencies_alone and rotation is not None:
+        if isinstance(scaling, PI | YaRN | Llama3):
+            changes = scaling_fields(scaling, spec.train_length)
+        elif isinstance(scaling, ABF):
+            changes = {"rope_theta": scaling.base}
+        elif isinstance(scaling, NTK) and rotation.base is not None:
+            size = 2 * rotation.frequencies.numel()
+            changes = {"rope_theta": rotation.base * scaling.stretch ** (size / (size - 2))}
+    if changes is None:
+        raise InputError(
+            f"transformers' rope_parameters cannot express {spec.method}, only PI (linear), YaRN "
+            "(yarn), Llama3 (llama3), NTK and ABF (rope_theta)"
+        )
     assert spec.train_length is not None
     if max_length is None:
-        max_length = int(spec.train_length * getattr(spec.rope_scaling, "stretch", 1.0))
+        max_length = int(spec.train_length * getattr(scaling, "stretch", 1.0))
     fields = {
         "rope_parameters": merged_rope_parameters(parts, layers, spec, changes),
         "max_position_embeddings": max_length,
     }
-    distinct = {(id(x.table_format), layer_type(parts.config, x.index)): x for x in rotated}
-    if not all(_computes_method(parts, layer, spec, fields) for layer in distinct.values()):
+    kinds = {(id(y.tables), layer_type(parts.config, x.index)): x for x, y in rotated.items()}
+    if not all(_computes_method(parts, layer, spec, fields) for layer in kinds.values()):
         raise InputError(
             f"the rotary module of {parts.name} computes something else from rope_parameters "
             f"than {spec.method} defines"
@@ -64,16 +78,12 @@ def native_fields(
 def merged_rope_parameters(
     parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The model's rope parameters with `changes` for its layers with full attention.
-
-    Raises `InputError` where there are none, where they have a scaling already, and where layers
-    within a window share them.
-    """
-    rotated = [layer for layer in layers if layer.rotation is not None]
+    """The rope parameters with `changes` for full attention; `InputError` where these cannot be."""
+    rotated = {layer: layer.rotation for layer in layers if layer.rotation is not None}
     ropes = getattr(parts.config, "rope_parameters", None)
     if not rotated or not isinstance(ropes, Mapping):
         raise InputError(f"{parts.name} has no rope_parameters that could express {spec.method}")
-    scaled = next((x.rotation.scaled for x in rotated if x.rotation and x.rotation.scaled), None)
+    scaled = next((rotation.scaled for rotation in rotated.values() if rotation.scaled), None)
     if scaled is not None:
         raise InputError(
             f"{parts.name} has {scaled} frequencies already, and rope_parameters hold one kind "
@@ -90,24 +100,6 @@ def merged_rope_parameters(
         return copy.deepcopy({**ropes, **changes})
     by_type = {name: {**rope, **changes} if rope in full else rope for name, rope in ropes.items()}
     return copy.deepcopy(by_type)
-
-
-def rope_fields(spec: ScoreSpec, rotation: HeadRotation | None) -> dict[str, Any]:
-    """The rope parameters that express a method; `InputError` where transformers has none."""
-    scaling = spec.rope_scaling
-    frequencies_alone = spec.remapping is None and not spec.blockwise and spec.logn is None
-    if frequencies_alone and rotation is not None:
-        if isinstance(scaling, PI | YaRN | Llama3):
-            return scaling_fields(scaling, spec.train_length)
-        if isinstance(scaling, ABF):
-            return {"rope_theta": scaling.base}
-        if isinstance(scaling, NTK) and rotation.base is not None:
-            size = 2 * rotation.frequencies.numel()
-            return {"rope_theta": rotation.base * scaling.stretch ** (size / (size - 2))}
-    raise InputError(
-        f"transformers' rope_parameters cannot express {spec.method}, only PI (linear), YaRN "
-        "(yarn), Llama3 (llama3), NTK and ABF (rope_theta)"
-    )
 
 
 def scaling_fields(scaling: PI | YaRN | Llama3, train_length: int | None) -> dict[str, Any]:
@@ -130,8 +122,8 @@ def _computes_method(
     parts: ModelParts, layer: Layer, spec: ScoreSpec, fields: Mapping[str, Any]
 ) -> bool:
     """Whether one of the model's rotary modules computes the method from these fields."""
-    expected, spectrum = layer.table_format, layer.spectrum(spec)
-    assert expected is not None
+    assert layer.rotation is not None
+    expected, spectrum = layer.rotation.tables, layer.rotation.spectrum(spec)
     config = copy.deepcopy(parts.config)
     _set_fields(config, fields)
     first = layer.tables if isinstance(layer.tables, Tensor) else layer.tables[0]
@@ -153,29 +145,8 @@ def _set_fields(config: Any, fields: Mapping[str, Any]) -> None:
         setattr(config, name, copy.deepcopy(value))
 
 
-def record_method(config: Any, parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> None:
-    """Write a method into a configuration before it is saved.
-
-    Where possible it is also written in transformers' format, with a copy of the original fields.
-    """
-    record: dict[str, Any] = {"method": spec.method_text, "train_length": spec.train_length}
-    try:
-        fields = native_fields(parts, layers, spec)
-    except InputError:
-        fields = {}
-    text = config.get_text_config()
-    if fields:
-        record[TRAINED] = {name: copy.deepcopy(getattr(text, name, None)) for name in _FIELDS}
-    _set_fields(text, fields)
-    setattr(config, FIELD, record)
-
-
 def record_of(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """The record of the method that a model was saved with, or None.
-
-    Its keys are method, train_length and, where fields were replaced, `trained`: the original ones.
-    Raises `InputError` for an invalid record.
-    """
+    """The record of a model's saved method, or None; `InputError` for an invalid one."""
     record = getattr(config, FIELD, None)
     if record is not None:
         check_record(record, f"the configuration of {path}: the field {FIELD!r}")
@@ -190,10 +161,7 @@ def check_record(record: Any, where: str) -> None:
 
 
 def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
-    """Restore the original configuration; return the record of the method, or None.
-
-    Raises as `record_of` does.
-    """
+    """Restore the original configuration; return the record of the method, or None."""
     record = record_of(config, path)
     if record is not None:
         with explained(f"the configuration of {path}: the field {FIELD!r}"):
@@ -203,10 +171,7 @@ def take_record(config: Any, path: str | Path) -> dict[str, Any] | None:
 
 
 def refuse_applied(config: Any) -> None:
-    """Raise `InputError` where transformers has applied the method that a model was saved with.
-
-    The configuration then has another length and other frequencies than in training.
-    """
+    """Raise `InputError` where transformers has applied the method that a model was saved with."""
     record = record_of(config, getattr(config, "name_or_path", "") or "this model")
     if record is not None and TRAINED in record:
         raise InputError(
@@ -228,8 +193,7 @@ def save_with_method(
     def saving(model: Any, config: Any, save: Callable[..., Any]) -> Callable[..., Any]:
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             before = model.__dict__["config"]
-            model.__dict__["config"] = copy.deepcopy(config)
-            record_method(model.config, parts, layers, spec)
+            model.__dict__["config"] = _recorded(config, parts, layers, spec)
             try:
                 return save(*args, **kwargs)
             finally:
@@ -243,7 +207,8 @@ def save_with_method(
         each.__dict__["save_pretrained"] = save
         undo.callback(each.__dict__.pop, "save_pretrained", None)
     if adapted is None:
-        undo.callback(model.register_state_dict_pre_hook(_refuse_adapter_alone(spec)).remove)
+        refuse = partial(_refuse_adapter_alone, spec)
+        undo.callback(model.register_state_dict_pre_hook(refuse).remove)
         return undo.close
     save_adapter = adapted.save_pretrained
 
@@ -268,17 +233,25 @@ def save_with_method(
     return undo.close
 
 
-def _refuse_adapter_alone(spec: ScoreSpec) -> Callable[..., None]:
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        tuners = sys.modules.get("peft.tuners.tuners_utils")
-        if tuners is not None and any(
-            isinstance(part, tuners.BaseTunerLayer) for part in module.modules()
-        ):
-            raise InputError(
-                f"the adapter of this model would be saved without the method {spec.method_text} "
-                "that it was trained under: extend the PEFT model itself, "
-                "normattn.extend(get_peft_model(...), ...), whose save_pretrained writes the "
-                "method, or remove() the extension first"
-            )
+def _recorded(config: Any, parts: ModelParts, layers: Sequence[Layer], spec: ScoreSpec) -> Any:
+    """A copy of the configuration that records a method, where possible as native fields too."""
+    config, fields = copy.deepcopy(config), dict[str, Any]()
+    text = config.get_text_config()
+    record: dict[str, Any] = {"method": spec.method_text, "train_length": spec.train_length}
+    with suppress(InputError):  # rope_parameters cannot express it
+        fields = native_fields(parts, layers, spec)
+        record[TRAINED] = {name: copy.deepcopy(getattr(text, name, None)) for name in fields}
+    _set_fields(text, fields)
+    setattr(config, FIELD, record)
+    return config
 
-    return hook
+
+def _refuse_adapter_alone(spec: ScoreSpec, module: nn.Module, *_: Any) -> None:
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None and any(isinstance(x, tuners.BaseTunerLayer) for x in module.modules()):
+        raise InputError(
+            f"the adapter of this model would be saved without the method {spec.method_text} "
+            "that it was trained under: extend the PEFT model itself, "
+            "normattn.extend(get_peft_model(...), ...), whose save_pretrained writes the "
+            "method, or remove() the extension first"
+        )

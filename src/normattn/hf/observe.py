@@ -1,9 +1,8 @@
 """Collect attention statistics of a transformers model while it runs or trains.
 
 Each layer computes its output as before. In addition, its queries and keys go through normattn's
-kernel, without gradients and tile by tile, and the kernel reports to an observer (`kernels.stats`).
-So outputs do not change, and no N × N matrix is stored. An extended model uses normattn's kernel
-itself and is observed there.
+kernel, without gradients and tile by tile, which reports to an observer (`kernels.stats`). An
+extended model uses that kernel itself.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys.
 """
@@ -70,48 +69,28 @@ def _attend(
     observed: Tensor | None = None
     if observers() and LAYER_ATTRIBUTE not in module.__dict__:  # an extended layer reports itself
         with torch.no_grad():
-            observed = _attend_observed(module, query, key, value, attention_mask, kwargs)
+            q, k, v = (tensor.detach() for tensor in (query, key, value))
+            mask, padding = _convert_mask(module, q, k.shape[2], attention_mask, kwargs)
+            query_padding = padding if padding is not None and q.shape[2] == k.shape[2] else None
+            announce_layer(module, q, k, (query_padding, padding), (mask.query, mask.key))
+            scale, sink = kwargs.get("scaling"), kwargs.get("s_aux")
+            scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+            sink = None if sink is None else sink.detach()
+            inputs = AttentionInputs(scaled, k, v, mask, cap=kwargs.get("softcap"), sink=sink)
+            observed = attend(match_autocast(inputs))
     out = attention(module, query, key, value, attention_mask, **kwargs)
     if observed is not None and module not in _CHECKED and not kwargs.get("dropout"):
-        _check_output(module, observed.transpose(1, 2), out[0].detach())
+        observed = observed.transpose(1, 2)
+        rows = (observed != 0).any(-1, keepdim=True)  # that see a key
+        error = ((out[0].detach() - observed) * rows).abs().nan_to_num(posinf=torch.inf).amax()
+        share = float(error / observed.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
+        if share > (_TOLERANCE if observed.dtype in FULL_PRECISION else _HALF_TOLERANCE):
+            raise InputError(
+                f"{type(module).__name__} does not compute the attention that can be observed: its "
+                f"output differs by {share:.1e} of the largest"
+            )
+        _CHECKED.add(module)
     return out
-
-
-def _attend_observed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kwargs: Mapping[str, Any],
-) -> Float[Tensor, "b h t e"]:
-    q, k, v = (tensor.detach() for tensor in (query, key, value))
-    scale = kwargs.get("scaling")
-    attention_mask, padding = _convert_mask(module, q, k.shape[2], mask, kwargs)
-    query_padding = padding if padding is not None and q.shape[2] == k.shape[2] else None
-    positions = attention_mask.query, attention_mask.key
-    announce_layer(module, q, k, (query_padding, padding), positions)
-    cap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
-    sink = None if sink is None else sink.detach()
-    scaled = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    inputs = AttentionInputs(scaled, k, v, attention_mask, cap=cap, sink=sink)
-    output: Tensor = attend(match_autocast(inputs))
-    return output
-
-
-def _check_output(
-    module: nn.Module, observed: Float[Tensor, "b t h e"], output: Float[Tensor, "b t h e"]
-) -> None:
-    """Raise `InputError` unless a layer gives the observed output in rows that see a key."""
-    rows = (observed != 0).any(-1, keepdim=True)
-    error = ((output - observed) * rows).abs().nan_to_num(posinf=torch.inf).amax()
-    share = float(error / observed.abs().amax().clamp(min=1e-30)) if rows.any() else 0.0
-    if share > (_TOLERANCE if observed.dtype in FULL_PRECISION else _HALF_TOLERANCE):
-        raise InputError(
-            f"{type(module).__name__} does not compute the attention that can be observed: its "
-            f"output differs by {share:.1e} of the largest"
-        )
-    _CHECKED.add(module)
 
 
 def _convert_mask(
@@ -122,11 +101,9 @@ def _convert_mask(
     pairs = mask is not None and mask.dim() == 4
     if mask is not None and pairs:
         mask = mask[..., :num_keys]
-        if mask.dtype != torch.bool:
-            hidden = hidden_keys(mask)
-            adds = bool((mask != 0)[~hidden].any())
-            mask = torch.where(hidden, -torch.inf, mask) if adds else ~hidden
-        visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+        visible = ~hidden_keys(mask)
+        adds = mask.dtype != torch.bool and bool((mask != 0)[visible].any())
+        mask = torch.where(visible, mask, -torch.inf) if adds else visible
         unseen = ~visible.any(1).any(1)
         padding = unseen if bool(unseen.any()) and num_queries == num_keys else None
     elif mask is not None:
@@ -135,9 +112,8 @@ def _convert_mask(
     queries, keys = positions.query, positions.key
     if pairs:
         return AttentionMask(False, queries, keys, False, attn_mask=mask), padding
-    causal = kwargs.get("is_causal")
+    causal, window = kwargs.get("is_causal"), kwargs.get("sliding_window")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if not causal or num_queries < 2:
         return AttentionMask(False, queries, keys, False, padding), padding
-    window = kwargs.get("sliding_window")
     return AttentionMask(True, queries, keys, positions.regular, padding, window=window), padding

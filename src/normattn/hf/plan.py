@@ -1,23 +1,42 @@
-"""Plan an extension: resolve a method's values for a model that is probed but not changed."""
+"""Plan an extension: resolve a method, probe the model, and detect how its layers rotate heads."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
 from normattn.errors import InputError
-from normattn.hf.model_parts import ModelParts, known_length, model_parts, refuse_length_dependent
+from normattn.hf.model_parts import ModelParts, known_length, model_parts
 from normattn.hf.native import refuse_applied
-from normattn.hf.probe import Layer, probe
-from normattn.hf.rope_detection import detect_layers, has_rotary_module
+from normattn.hf.probe import KNOWN_ARGUMENTS, Layer, probe, spectra_of
+from normattn.hf.rotations import (
+    FULL_PRECISION,
+    EmbeddingTables,
+    HeadRotation,
+    RotaryLayout,
+    fit_rotation,
+    read_tables,
+)
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read as read_method
+from normattn.score.parts import rope_frequencies
 from normattn.score.parts.rope_scaling import PI
 from normattn.score.spec import is_unmodified
 
 HANDLE = "normattn_extension"
+_SCALABLE_TYPES = ("linear", "llama3")
+_DYNAMIC = {
+    "dynamic": "set its rope_type to 'default' and take DynamicNTK",
+    "longrope": "its frequencies change with the length of the text, and a cache then holds keys "
+    "of both kinds",
+}
 
 
 def rotates_inside(spec: ScoreSpec) -> bool:
@@ -85,15 +104,12 @@ class Resolved:
 
 
 class Plan(NamedTuple):
-    """A method with all its values for a probed model.
-
-    `source` says where the training length comes from.
-    """
+    """A method with all its values for a probed model."""
 
     parts: ModelParts
     layers: tuple[Layer, ...]
     spec: ScoreSpec
-    source: str
+    source: str  # where the training length comes from
 
     @property
     def full_layers(self) -> list[Layer]:
@@ -144,7 +160,7 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
     if not has_rotary_module(parts.model):
         raise InputError(f"{parts.name} is not a rotary model of transformers")
     layers = probe(parts)
-    detect_layers(parts, layers)
+    _detect_layers(parts, layers)
     planned = Plan(parts, tuple(layers), spec, source)
     _refuse_unsupported(planned)
     return planned
@@ -153,12 +169,10 @@ def plan(model: Any, method: str, train_length: int | None = None, **parameters:
 def _resolve_method(
     parts: ModelParts, method: str, train_length: int | None, parameters: dict[str, Any]
 ) -> tuple[ScoreSpec, str]:
-    """The method with its values filled in, and the source of the training length.
-
-    LeakyReRoPE and SelfExtend have no `factor` themselves, but derive their values from one.
-    """
+    """The method with its values filled in, and the source of the training length."""
     if is_unmodified(method):
         raise InputError("extend() needs a method by name, e.g. 'ReRoPE' or 'YaRN'")
+    # LeakyReRoPE and SelfExtend have no `factor` themselves, but derive their values from one.
     factor, parameters = None, dict(parameters)
     parts_read, _ = read_method(method)
     fields = (field.name for part, _ in parts_read for field in dataclasses.fields(part))
@@ -198,7 +212,11 @@ def _refuse_unsupported(planned: Plan) -> None:
             why = f"all its layers attend within a window of {window} tokens"
         raise InputError(f"{name} cannot be extended: {why}, so there is no position to extend")
     for module, rotation in rotated:
-        refuse_length_dependent(planned.parts, module)
+        rope_type = planned.parts.rope(module).get("rope_type")
+        if rope_type in _DYNAMIC:
+            raise InputError(
+                f"{name} has a {rope_type} rotary spectrum already: {_DYNAMIC[rope_type]}"
+            )
         if spec.chunk_remapping is not None and rotation.gains is not None:
             raise InputError(
                 f"{name} multiplies rotated features by learned gains, so its scores depend on "
@@ -210,10 +228,130 @@ def _refuse_unsupported(planned: Plan) -> None:
                 f"{name} has rotary frequencies that are already scaled, and {scaling.name} "
                 "needs unscaled ones: use PI, ReRoPE, LeakyReRoPE or SelfExtend"
             )
-    for layer in full:
-        if replaces_attention(spec) and layer.unsupported:
+    for layer in full if replaces_attention(spec) else ():
+        kwargs = layer.call.kwargs
+        used = {name for name, x in kwargs.items() if x is not None and x is not False}
+        unsupported = sorted(used - KNOWN_ARGUMENTS - {"indices"})
+        # As in transformers, the layer's attribute is the default of the argument.
+        causal = kwargs.get("is_causal")
+        if (getattr(layer.module, "is_causal", True) if causal is None else causal) is False:
+            unsupported.append("is_causal=False")
+        if unsupported:
             raise InputError(
                 f"layer {layer.index} of {name} ({type(layer.module).__name__}) asks its "
-                f"attention for {', '.join(layer.unsupported)}, which normattn does not support: "
+                f"attention for {', '.join(unsupported)}, which normattn does not support: "
                 "use PI, NTK, NTK-mixed, ABF or YaRN, which keep the model's attention"
             )
+
+
+def _detect_layers(parts: ModelParts, layers: Sequence[Layer]) -> None:
+    """Detect each layer's rotation; raises `InputError` for a layer that is not understood."""
+    if not layers:
+        raise InputError(
+            f"{parts.name} uses its own attention code: no layer takes its attention function "
+            "from transformers' AttentionInterface, so its rotary positions cannot be changed"
+        )
+    spectra, formats = spectra_of(parts.model), dict[int, EmbeddingTables | None]()
+    for layer in layers:  # layers share their tables
+        rotated = layer.unrotated is not None and layer.sliding_window is None
+        if rotated and id(layer.tables) not in formats:
+            formats[id(layer.tables)] = read_tables(layer.tables, spectra)
+    for layer in layers:
+        _detect(parts, layer, formats.get(id(layer.tables)), layers)
+
+
+def has_rotary_module(model: nn.Module) -> bool:
+    """Whether a module has rotary positions, by the names of its parts in transformers."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_buffers())]
+    has_field = any(hasattr(x, "rotary_dim") or hasattr(x, "rotary") for x in model.modules())
+    named = any(name.endswith("inv_freq") or "rotary" in name for name in names)
+    return named or has_field or "RoFormer" in type(model).__name__
+
+
+def _detect(
+    parts: ModelParts, layer: Layer, tables: EmbeddingTables | None, layers: Sequence[Layer]
+) -> None:
+    name = f"layer {layer.index} of this model ({type(layer.module).__name__})"
+    call, unrotated = layer.call, layer.unrotated
+    if call.k.shape[2] != call.q.shape[2]:
+        raise InputError(
+            f"{name} reads {call.k.shape[2]} keys of {call.q.shape[2]} tokens: they are "
+            "compressed or come from another layer, so their positions are not known"
+        )
+    if layer.sliding_window is not None:
+        return
+    if unrotated is None:
+        if has_rotary_module(layer.module):
+            raise InputError(
+                f"{name} computes its rotary positions internally, where they cannot be replaced"
+            )
+        return
+    if torch.equal(unrotated.q, call.q) and torch.equal(unrotated.k, call.k):
+        return
+    if tables is None:
+        raise InputError(
+            f"{name} gets position embeddings that are not computed from rotary frequencies of "
+            "the model, so they cannot be replaced"
+        )
+    # A layer without own keys reads those of the first layer with equal ones.
+    sources = (x.unrotated for x in (layer, *layers) if torch.equal(x.call.k, call.k))
+    keys = (x.k for x in sources if x is not None and not torch.equal(x.k, call.k))
+    k = next(keys, None)
+    layer.rotation = None if k is None else _find_rotation(parts, layer, tables, (unrotated.q, k))
+    if layer.rotation is None:
+        raise InputError(
+            f"{name} does not rotate the first or the last features of its queries and keys as "
+            "RoPE does, so its positions cannot be replaced"
+        )
+
+
+def _find_rotation(
+    parts: ModelParts, layer: Layer, tables: EmbeddingTables, unrotated: tuple[Tensor, Tensor]
+) -> HeadRotation | None:
+    """The rotation by these tables of the first or the last features; None where none fits."""
+    assert layer.doubled is not None
+    theta, plain, d = tables.frequencies, unrotated[0], unrotated[0].shape[-1]
+    size, full = 2 * theta.numel(), plain.dtype in FULL_PRECISION
+    if size > d or d != unrotated[1].shape[-1]:
+        return None
+    # Without a norm, some feature of every token and head doubles with its position embeddings.
+    doubles = (layer.doubled.q - 2 * plain).abs() <= (1e-3 if full else 2e-2) * plain.abs()
+    normed = not (doubles & (plain != 0)).flatten(0, 2).all(0).any()
+    amplitude, tolerance = 1.0 if normed else tables.amplitude, 1e-3 if full else 5e-2
+    for start, interleaved in itertools.product(sorted({0, d - size}), (False, True)):
+        layout = RotaryLayout(size, start, interleaved)
+        q, k = (
+            fit_rotation(before, after, layout, theta, normed, tolerance)
+            for before, after in zip(unrotated, (layer.call.q, layer.call.k), strict=True)
+        )
+        if q is None or k is None or not torch.equal(q.frequencies, k.frequencies):
+            continue
+        error = max(float((x.amplitude - amplitude).abs().max()) for x in (q, k))
+        if error <= tolerance * amplitude:
+            base, scaled = _find_base(parts, layer.module, theta)
+            gains = None if q.gain is None or k.gain is None else (q.gain, k.gain)
+            known = tables, unrotated, q.frequencies
+            return HeadRotation(*known, base, layout, amplitude, d, scaled, gains)
+    return None
+
+
+def _find_base(
+    parts: ModelParts, module: nn.Module, theta: Tensor
+) -> tuple[float | None, str | None]:
+    """The base of frequencies, and the rope type of their scaling, if any.
+
+    Scaled ones have a base only for types that a method can scale once more.
+    """
+    rope = parts.rope(module)
+    candidates = [rope.get("rope_theta"), *(other.get("rope_theta") for other in parts.ropes)]
+    by_layer: Any = getattr(parts.config, "layer_rope_theta", None)
+    candidates += list(by_layer) if isinstance(by_layer, list | tuple) else []
+    count = int((theta != 0).sum())
+    for base in dict.fromkeys(float(value) for value in candidates if value and value > 1):
+        unscaled = rope_frequencies(2 * theta.numel(), base)
+        if torch.allclose(theta[:count], unscaled[:count], rtol=2e-2, atol=0):
+            return base, None
+    rope_type = rope.get("rope_type")
+    if rope_type in _SCALABLE_TYPES and rope.get("rope_theta"):
+        return float(rope["rope_theta"]), str(rope_type)
+    return None, None if rope_type is None else str(rope_type)

@@ -1,8 +1,7 @@
 """Record the attention calls of a model, and probe each layer with other position embeddings.
 
 While the model runs, its configurations name an attention function that computes the same as their
-own and passes each call to a recorder. The recorded queries, keys and masks show what a layer does,
-whatever its code looks like.
+own and passes each call to a recorder.
 
 Legend: B batch, H query heads, G key heads, T queries, S keys, D head dimension, E value size.
 """
@@ -23,15 +22,8 @@ from torch import Tensor, nn
 
 from normattn.errors import InputError
 from normattn.hf.model_parts import ModelParts, explained
-from normattn.hf.rotations import (
-    EmbeddingTables,
-    HeadRotation,
-    Spectrum,
-    method_frequencies,
-    method_gain,
-)
+from normattn.hf.rotations import HeadRotation, Spectrum
 from normattn.models.utils import without_dropout
-from normattn.score import ScoreSpec
 
 PROBE_TOKENS = 9
 """The number of tokens in a probe."""
@@ -45,17 +37,13 @@ KNOWN_ARGUMENTS = frozenset(
 """Arguments of attention functions in addition to q, k, v and the mask.
 
 Layers also pass on arguments of the model's caller (`num_items_in_batch` of the Trainer)."""
-POSITION_EMBEDDINGS = "position_embeddings"
 ATTENTION_FIELD = "_attn_implementation_internal"
 PREFIX = "normattn"
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
-Recorder = Callable[..., tuple[Tensor, Any]]
+Recorder = AttentionFunction
 """Called instead of an attention function, with that function as the first argument."""
 Masks = dict[int, tuple[int, Tensor]]
-"""By its address in memory, the window of each mask in tokens, 0 for none, and the mask itself.
-
-Layers pass on views of a mask. It is kept alive, so that its address stays its own.
-"""
+"""By its address, the window of each mask in tokens, 0 for none, and the mask, to keep it alive."""
 
 _RECORDING: ContextVar[tuple[Recorder, Masks] | None] = ContextVar("recording", default=None)
 
@@ -66,9 +54,8 @@ def recording(
 ) -> Iterator[Masks]:
     """Pass every attention call in `model` to `recorder` while inside; yields the recorded masks.
 
-    Layers compute by their family's `eager_attention_forward`, and each gets a mask. Extended
-    layers keep their own implementation, and so do all with `keep_implementation`. A compiled model
-    runs uncompiled.
+    Layers compute by their family's `eager_attention_forward` with a mask, but extended ones, or
+    all with `keep_implementation`, by their own. A compiled model runs uncompiled.
     """
     masks: Masks = {}
     configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
@@ -108,9 +95,22 @@ def _register(name: str, keep: bool) -> str:
 def _recorded_attention(
     name: str, keep: bool, module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    function = attention_implementation(name, module)
-    if not keep and kwargs.get("indices") is not None:
-        function = partial(_attend_selected, function)
+    """Call the recorder with the attention of that name.
+
+    Eager attention takes no indices of selected keys, and a layer hides the other keys itself only
+    where it sees the name of a stock implementation.
+    """
+    stock = attention_implementation(name, module)
+
+    def select_and_attend(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        return stock(
+            module, q, k, v, hide_unselected(attention_mask, kwargs.pop("indices")), **kwargs
+        )
+
+    selected = not keep and kwargs.get("indices") is not None
+    function = select_and_attend if selected else stock
     active = _RECORDING.get()
     if active is None:  # another thread recomputes activations
         return function(module, *args, **kwargs)
@@ -126,23 +126,6 @@ def attention_implementation(name: str, module: nn.Module) -> AttentionFunction:
         name = "sdpa"
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return function
-
-
-def _attend_selected(
-    attend: AttentionFunction,
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor,
-    **kwargs: Any,
-) -> tuple[Tensor, Any]:
-    """Attention to the keys that an indexer selected; eager attention takes no indices.
-
-    A layer hides the other keys itself only where it sees the name of a stock implementation.
-    """
-    mask = hide_unselected(attention_mask, kwargs.pop("indices"))
-    return attend(module, q, k, v, mask, **kwargs)
 
 
 def hide_unselected(mask: Tensor, indices: Tensor) -> Tensor:
@@ -171,20 +154,16 @@ def _recorded_mask(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function of `module`: its arguments and its output.
-
-    `kwargs` are further arguments (scaling, softcap, s_aux, …). `mask_window` is the window of the
-    mask in tokens, 0 for none; None where transformers made no mask.
-    """
+    """One call of the attention function of `module`: its arguments and its output."""
 
     module: nn.Module
     q: Float[Tensor, "b h t d"]
     k: Float[Tensor, "b g s d"]
     v: Float[Tensor, "b g s e"]
     mask: Tensor | None
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any]  # scaling, softcap, s_aux, …
     out: Float[Tensor, "b t h e"]
-    mask_window: int | None = None
+    mask_window: int | None = None  # in tokens, 0 for none; None where transformers made no mask
 
     @property
     def scaling(self) -> float:
@@ -201,10 +180,7 @@ class AttentionCall:
 def run_recorded(
     model: Any, on_call: Callable[[AttentionCall], Tensor | None], **inputs: Any
 ) -> Any:
-    """Run the model in evaluation mode, and pass every attention call to `on_call`.
-
-    `on_call` may return an output that replaces the call's.
-    """
+    """Run the model; `on_call` gets every attention call, and may return another output for it."""
 
     def attend(
         function: AttentionFunction,
@@ -228,32 +204,17 @@ def run_recorded(
 
 @dataclass(eq=False)
 class Layer:
-    """The record of one attention layer, and its rotation, which `rope_detection` detects.
-
-    Attributes:
-        module: the attention layer.
-        index: its number.
-        calls: its attention calls in one forward.
-        argument: the name or index of its argument for position embeddings; None if it has none.
-        tables: these embeddings.
-        rotary: the module and layer type that the embeddings come from.
-        unrotated, doubled: its call with embeddings that rotate nothing, and with those times 2.
-        rotation: None without rotary positions and within a window.
-        table_format: the format of its position embeddings.
-        key_source: the layer whose keys it reads, if not its own.
-    """
+    """The record of one attention layer, and its rotation, which `plan` detects."""
 
     module: nn.Module
     index: int
-    calls: list[AttentionCall] = field(default_factory=list)
-    argument: str | int | None = None
-    tables: Any = None
-    rotary: tuple[nn.Module, str] | None = None
-    unrotated: AttentionCall | None = None
-    doubled: AttentionCall | None = None
-    rotation: HeadRotation | None = None
-    table_format: EmbeddingTables | None = None
-    key_source: Layer | None = None
+    calls: list[AttentionCall] = field(default_factory=list)  # in one forward
+    argument: str | int | None = None  # the name or index of that for position embeddings
+    tables: Any = None  # these embeddings
+    rotary: tuple[nn.Module, str] | None = None  # the module and layer type that computed them
+    unrotated: AttentionCall | None = None  # a call with embeddings that rotate nothing
+    doubled: AttentionCall | None = None  # one with those times 2
+    rotation: HeadRotation | None = None  # None without rotary positions and within a window
 
     @property
     def call(self) -> AttentionCall:
@@ -272,42 +233,16 @@ class Layer:
         first = self.tables if isinstance(self.tables, Tensor) else self.tables[0]
         return module(first.real, ids.to(first.device), *([layer_type] if layer_type else []))
 
-    def spectrum(self, spec: ScoreSpec) -> Spectrum:
-        """Its frequencies under a method, and the factor of cos and sin."""
-        assert self.rotation is not None
-        assert self.table_format is not None
-        theta = method_frequencies(spec, self.rotation)
-        return theta.abs(), self.table_format.amplitude * method_gain(spec) ** 0.5
-
-    @property
-    def selects(self) -> bool:
-        """Whether it selects keys by an indexer or by its own mask."""
-        return self.call.kwargs.get("indices") is not None or self.call.mask_window is None
-
-    @property
-    def unsupported(self) -> list[str]:
-        """Arguments that the layer passes to its attention and normattn does not support."""
-        kwargs = self.call.kwargs
-        used = [name for name, x in kwargs.items() if x is not None and x is not False]
-        names = [name for name in used if name not in KNOWN_ARGUMENTS and name != "indices"]
-        # As in transformers, the layer's attribute is the default of the argument.
-        causal = kwargs.get("is_causal")
-        causal = getattr(self.module, "is_causal", True) if causal is None else causal
-        return [*names, *(["is_causal=False"] if causal is False else [])]
-
 
 class _Probe:
-    """Records a forward, and runs each layer again with other position embeddings.
-
-    Tables are recognised by their address in memory, so they are kept alive.
-    """
+    """Records a forward, and runs each layer again with other position embeddings."""
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         self.layers: dict[nn.Module, Layer] = {}
         self._modules = modules
         self._rerun: set[nn.Module] = set()
-        self._rotary: dict[int, tuple[nn.Module, str]] = {}
-        self._alive: list[Tensor] = []
+        # By the address of a table, which is kept alive, what computed it.
+        self._rotary: dict[int, tuple[Tensor, nn.Module, str]] = {}
         self._rerun_calls: list[AttentionCall] | None = None
 
     def record_call(self, call: AttentionCall) -> None:
@@ -326,16 +261,12 @@ class _Probe:
         first = tables[0] if isinstance(tables, tuple | list) and tables else tables
         layer_types = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         if isinstance(first, Tensor):
-            self._rotary[first.data_ptr()] = module, layer_types[0] if layer_types else ""
-            self._alive.append(first)
+            self._rotary[first.data_ptr()] = first, module, layer_types[0] if layer_types else ""
 
     def rerun_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
     ) -> None:
-        """Forward hook of any module: run a layer again with other position embeddings.
-
-        The last run uses the layer's own embeddings, so that later layers get the same values.
-        """
+        """Forward hook of any module: run a layer again with other position embeddings."""
         layer = self.layers.get(module)
         if layer is None or module in self._rerun or self._rerun_calls is not None:
             return
@@ -346,7 +277,8 @@ class _Probe:
         own_tables = kwargs[argument] if isinstance(argument, str) else args[argument]
         layer.argument, layer.tables = argument, own_tables
         first = own_tables if isinstance(own_tables, Tensor) else own_tables[0]
-        layer.rotary = self._rotary.get(first.data_ptr())
+        if (source := self._rotary.get(first.data_ptr())) is not None:
+            layer.rotary = source[1:]
 
         def call_with(tables: Any) -> AttentionCall:
             new_args, new_kwargs = replace_argument(args, kwargs, argument, tables)
@@ -364,10 +296,7 @@ class _Probe:
 
 
 def probe(parts: ModelParts) -> list[Layer]:
-    """Record each attention layer of the decoder in one forward, in the order of their calls.
-
-    Raises `InputError` where the forward fails.
-    """
+    """Record each attention layer of the decoder in one forward, in the order of their calls."""
     modules = list(parts.decoder.modules())
     recorder = _Probe(frozenset(modules))
     with ExitStack() as hooks:
@@ -414,17 +343,15 @@ def identity_tables(like: Any, amplitude: float = 1.0) -> Any:
 def find_tables(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | int | None:
     """The name or index of a layer's argument that holds position embeddings, or None."""
     arguments: list[tuple[str | int, Any]] = [*kwargs.items(), *enumerate(args)]
-    arguments.sort(key=lambda pair: pair[0] != POSITION_EMBEDDINGS)
-    return next((name for name, value in arguments if _is_table(value)), None)
-
-
-def _is_table(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.is_complex()) and value.dim() == 3
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    if not pair or not all(isinstance(x, Tensor) and x.is_floating_point() for x in value):
-        return False
-    return bool(value[0].dim() == 3 and value[0].shape == value[1].shape)
+    for name, value in sorted(arguments, key=lambda pair: pair[0] != "position_embeddings"):
+        if isinstance(value, Tensor) and value.is_complex() and value.dim() == 3:
+            return name
+        if isinstance(value, tuple | list) and len(value) == 2:
+            cos, sin = value
+            floating = all(isinstance(x, Tensor) and x.is_floating_point() for x in value)
+            if floating and cos.dim() == 3 and cos.shape == sin.shape:
+                return name
+    return None
 
 
 def replace_argument(
@@ -442,23 +369,27 @@ def rotary_buffers(module: nn.Module) -> list[str]:
     return [name for name in names if name.endswith("inv_freq") and "original" not in name]
 
 
-def probe_tokens(parts: ModelParts, count: int = PROBE_TOKENS) -> Tensor:
+def spectra_of(model: nn.Module) -> list[Spectrum]:
+    """The spectrum of each frequency buffer in a model."""
+    return [
+        (
+            module._buffers[name].detach().double().cpu().flatten(),  # type: ignore[union-attr]
+            float(getattr(module, f"{name.removesuffix('inv_freq')}attention_scaling", 1.0)),
+        )
+        for module in model.modules()
+        for name in rotary_buffers(module)
+    ]
+
+
+def probe_tokens(parts: ModelParts) -> Tensor:
     """Tokens spread over the vocabulary.
 
-    The first tokens of a vocabulary are often reserved and hardly trained, so rounding changes
-    their logits more (SmolLM2 in bf16: by 3 to 12 %, other tokens' by 1 %).
+    Its first tokens are often reserved and hardly trained, so rounding changes their logits more.
     """
-    size = int(getattr(parts.config, "vocab_size", count + 3))
-    return ((torch.arange(count, device=_device(parts)) + 1) * size // (count + 1))[None]
-
-
-def _device(parts: ModelParts) -> torch.device:
-    """The device of the model's input ids; with accelerate, its hook's execution device."""
-    for module in parts.model.get_input_embeddings().modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    device = torch.device(parts.model.device)
+    size = int(getattr(parts.config, "vocab_size", PROBE_TOKENS + 3))
+    hooks = (getattr(x, "_hf_hook", None) for x in parts.model.get_input_embeddings().modules())
+    devices = [getattr(hook, "execution_device", None) for hook in hooks]  # of accelerate
+    device = torch.device(next((x for x in devices if x is not None), parts.model.device))
     if device.type == "meta":
         raise InputError("the weights of this model are on the meta device: load them first")
-    return device
+    return ((torch.arange(PROBE_TOKENS, device=device) + 1) * size // (PROBE_TOKENS + 1))[None]

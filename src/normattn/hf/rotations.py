@@ -35,8 +35,7 @@ Spectrum = tuple[Tensor, float]
 class RotaryLayout:
     """The `size` features from `start` on that rotate, and how they form pairs.
 
-    Pairs are (m, m + P) or, `interleaved`, (2m, 2m + 1). `reordered`: the rotation also moves the
-    pairs (2m, 2m + 1) to (m, m + P), as in DeepSeek.
+    Pairs are (m, m + P) or, `interleaved`, (2m, 2m + 1); DeepSeek's are `reordered` to (m, m + P).
     """
 
     size: int
@@ -74,16 +73,12 @@ class RotaryLayout:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The angle θ of each pair per position, and the factor of all features at each position.
-
-    `gain` has a factor for each feature that undoes the gain of a norm after the rotation, so that
-    both features of a pair have the same; None without such a norm.
-    """
+    """The angle θ of each pair per position, and the factor of all features at each position."""
 
     layout: RotaryLayout
     frequencies: Float[Tensor, " p"]
     amplitude: Float[Tensor, " t"]
-    gain: Float[Tensor, " d"] | None = None
+    gain: Float[Tensor, " d"] | None = None  # factors that undo that of a norm after the rotation
 
 
 def fit_rotation(
@@ -109,21 +104,16 @@ def fit_rotation(
     z, w = (torch.complex(*layout.halves(side)) for side in (x, y))
     ratio = (w * z.conj()).sum((0, 1)) / z.abs().square().sum((0, 1)).clamp(min=1e-30)  # (T, P)
     amplitude = ratio.abs().mean(-1)
-    found = [_measure_frequencies(ratio)] if frequencies is None else [frequencies, -frequencies]
-    for theta in found:
+    if frequencies is None:  # ratio_p ∝ e^{iθp}, refined from position to position
+        measured = ratio[1].angle()
+        for p in range(2, ratio.shape[0]):
+            measured = measured + (ratio[p] * torch.exp(-1j * measured * p)).angle() / p
+    for theta in (measured,) if frequencies is None else (frequencies, -frequencies):
         grown = x * (amplitude / amplitude[0])[:, None]
         turned = layout.rotate(grown, torch.polar(amplitude[:1], positions * theta))
         if float((turned - y).abs().max()) <= tolerance * float(y.abs().max()):
             return Rotation(layout, theta, amplitude, gain)
     return None
-
-
-def _measure_frequencies(ratio: Complex[Tensor, "t p"]) -> Float[Tensor, " p"]:
-    """θ with ratio_p ∝ e^{iθp}, refined from position to position."""
-    theta = ratio[1].angle()
-    for position in range(2, ratio.shape[0]):
-        theta = theta + (ratio[position] * torch.exp(-1j * theta * position)).angle() / position
-    return theta
 
 
 def _fit_gain(
@@ -134,8 +124,7 @@ def _fit_gain(
 ) -> Float[Tensor, " d"]:
     """Factors that undo a gain after the rotation: g_a/g_b for the second feature of a pair.
 
-    With a gain g the pair (a, b) becomes a' = a·cos − (g_a/g_b)·b·sin. The ratio is fitted by least
-    squares over tokens and heads.
+    With a gain g the pair (a, b) becomes a' = a·cos − (g_a/g_b)·b·sin, fitted by least squares.
     """
     (a, b), (rotated_a, _) = layout.halves(x), layout.halves(y)
     u, v = b * angle.sin(), a * angle.cos() - rotated_a
@@ -159,15 +148,11 @@ def find_base(theta: Float[Tensor, " p"]) -> float | None:
 
 @dataclass(frozen=True)
 class EmbeddingTables:
-    """The format in which a model computes position embeddings from frequencies.
+    """The format in which a model computes position embeddings from frequencies."""
 
-    `layout` is the order of the P angles of a token, `frequencies` are θ_m as trained, in float64,
-    and `amplitude` is the factor of cos and sin.
-    """
-
-    layout: Layout
-    frequencies: Float[Tensor, " p"]
-    amplitude: float
+    layout: Layout  # the order of the P angles of a token
+    frequencies: Float[Tensor, " p"]  # θ_m as trained, in float64
+    amplitude: float  # the factor of cos and sin
 
     def make(self, ids: Int[Tensor, "b t"], spectrum: Spectrum, like: Any) -> Any:
         """Position embeddings of these positions and spectrum, with the type of `like`."""
@@ -210,25 +195,17 @@ def read_tables(value: Any, spectra: Iterable[Spectrum]) -> EmbeddingTables | No
 
 @dataclass(frozen=True, eq=False)
 class HeadRotation:
-    """How the model rotates a layer's heads.
+    """How the model rotates a layer's heads."""
 
-    Attributes:
-        frequencies: θ_m of the pairs that rotate, as trained (P,), in float64.
-        base: the rotary base of the frequencies before any scaling; None if unknown.
-        layout: the features that rotate, and how they form pairs.
-        amplitude: the model's factor of cos and sin; 1 where a norm follows the rotation.
-        head_dim: features of a head.
-        scaled: the rope type that the frequencies were trained with, if any.
-        gains: where queries and keys are normalised after the rotation, factors of the features of
-            queries and of keys that undo the gain of the norm.
-    """
-
-    frequencies: Float[Tensor, " p"]
-    base: float | None
+    tables: EmbeddingTables  # the format of the layer's position embeddings
+    unrotated: tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g t d"]]  # its probed q and k
+    frequencies: Float[Tensor, " p"]  # θ_m of the pairs that rotate, as trained, in float64
+    base: float | None  # of the frequencies before any scaling; None if unknown
     layout: RotaryLayout
-    amplitude: float
+    amplitude: float  # the model's factor of cos and sin; 1 where a norm follows the rotation
     head_dim: int
-    scaled: str | None = None
+    scaled: str | None = None  # the rope type that the frequencies were trained with, if any
+    # Where queries and keys are normalised after the rotation: factors that undo the norm's gain.
     gains: tuple[Float[Tensor, " d"], Float[Tensor, " d"]] | None = None
 
     def rotated(self, x: Float[Tensor, "b h t d"], side: int) -> Float[Tensor, "b h t d"]:
@@ -239,6 +216,11 @@ class HeadRotation:
             return self.layout.rotate(x, factor)
         gain = self.gains[side].to(x.device)
         return self.layout.rotate(x * gain, factor) / gain
+
+    def spectrum(self, spec: ScoreSpec) -> Spectrum:
+        """The frequencies under a method, and the factor of cos and sin."""
+        amplitude = self.tables.amplitude * method_gain(spec) ** 0.5
+        return method_frequencies(spec, self).abs(), amplitude
 
 
 def method_frequencies(spec: ScoreSpec, rotation: HeadRotation) -> Float[Tensor, " p"]:

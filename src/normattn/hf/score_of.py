@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,18 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts, rope_of
 from normattn.hf.plan import HANDLE
-from normattn.hf.rotations import RotaryLayout, Rotation, fit_rotation
+from normattn.hf.rotations import RotaryLayout, Rotation, fit_rotation, method_gain
 from normattn.hf.score_parts import (
     Gating,
     Masking,
-    fit_position,
-    fit_temperature,
-    read_gate,
-    read_mask,
-)
-from normattn.hf.score_record import (
     Norm,
     RecordedLayer,
     Unrotated,
     fit_norms,
+    fit_position,
+    fit_temperature,
+    read_gate,
+    read_mask,
     record_layers,
     unrotated_candidates,
 )
@@ -134,8 +132,7 @@ def score_of(model: Any, tokens: int = 48) -> ModelScore:
     return ModelScore(parts.name, tuple(layers), tokens)
 
 
-@dataclass(frozen=True)
-class _Fit:
+class _Fit(NamedTuple):
     """Norms and rotation that map projections to attention's q and k."""
 
     unrotated: Unrotated
@@ -166,11 +163,11 @@ def _read_layer(layer: RecordedLayer, config: Any) -> LayerScore:
     spec = _build_spec(layer, config, fit, gate, mask)
     if isinstance(spec, str):
         return unread(spec)
-    lacks = "; ".join(filter(None, (mask.lacks, gate.lacks))) or None
+    lacks: str | None = "; ".join(filter(None, (mask.lacks, gate.lacks)))
     error = _difference(spec, layer, fit, gate, mask)
     if error > TOLERANCE:
         lacks = f"its attention differs from that of {spec} by {error:.1e} of its largest output"
-    lacks = None if lacks is None else f"{name}: {lacks}"
+    lacks = f"{name}: {lacks}" if lacks else None
     return LayerScore(layer.index, spec, error, lacks, mask.note)
 
 
@@ -185,13 +182,16 @@ def _find_fit(layer: RecordedLayer, config: Any) -> _Fit | None:
             q, k = layout.restored(layer.q), layout.restored(layer.k)
             norms = fit_norms(unrotated.q, q, eps), fit_norms(unrotated.k, k, eps)
             for q_norm, k_norm, first in itertools.product(*norms, (False, True)):
-                if q_norm.kind and k_norm.kind and not q_norm.matches(k_norm):
+                one, other = ((x.kind, x.eps, x.across == "all") for x in (q_norm, k_norm))
+                if q_norm.kind and k_norm.kind and one != other:
                     continue  # one part must express both
-                rotation = _fit_normed_rotation(q_norm, unrotated.q, q, layout, first)
-                other = _fit_normed_rotation(k_norm, unrotated.k, k, layout, first)
-                if rotation is None or other is None:
+                rotation, of_keys = (
+                    _fit_normed_rotation(norm, x, rotated, layout, first)
+                    for norm, x, rotated in ((q_norm, unrotated.q, q), (k_norm, unrotated.k, k))
+                )
+                if rotation is None or of_keys is None:
                     continue
-                if float((rotation.frequencies - other.frequencies).abs().max()) < 1e-4:
+                if float((rotation.frequencies - of_keys.frequencies).abs().max()) < 1e-4:
                     return _Fit(unrotated, q_norm, k_norm, rotation, first)
     return None
 
@@ -249,7 +249,7 @@ def _build_spec(
     if isinstance(window, SlidingWindow) and len(position) > 1:
         window = replace(window, stretched=True)
     cap, sink = layer.kwargs.get("softcap"), layer.kwargs.get("s_aux")
-    amplitude = _amplitude(ScoreSpec((Baseline(), *position), length))
+    amplitude = method_gain(ScoreSpec((Baseline(), *position), length)) ** 0.5
     parts = (
         _fit_variant(layer, fit, amplitude),
         *temperature,
@@ -261,11 +261,6 @@ def _build_spec(
         window,
     )
     return ScoreSpec(tuple(part for part in parts if part is not None), length)
-
-
-def _amplitude(spec: ScoreSpec) -> float:
-    scaling = spec.rope_scaling
-    return 1.0 if scaling is None else float(scaling.gain(spec.train_length) ** 0.5)
 
 
 def _fit_variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
@@ -289,13 +284,15 @@ def _fit_variant(layer: RecordedLayer, fit: _Fit, amplitude: float) -> Variant:
 def _difference(
     spec: ScoreSpec, layer: RecordedLayer, fit: _Fit, gate: Gating, mask: Masking
 ) -> float:
+    """The error of `attention` with this score, as a share of the layer's largest output."""
+    gain = method_gain(spec) ** 0.5
     score = Score(spec, layer.q.shape[1], layer.q.shape[-1], layer.k.shape[1]).double()
     for module, norm in ((score.query_norm, fit.q), (score.key_norm, fit.k)):
         for name, value in (("weight", norm.gain), ("bias", norm.bias)):
             parameter = getattr(module, name, None)
             if parameter is not None:
                 value = value if parameter.dim() == 2 else value[0]
-                parameter.copy_(value / _amplitude(spec))
+                parameter.copy_(value / gain)
     if score.sink is not None:
         score.sink.copy_(layer.kwargs["s_aux"])
     tensors = (fit.unrotated.q, fit.unrotated.k, layer.v)

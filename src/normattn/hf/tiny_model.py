@@ -19,8 +19,7 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.hf.load import refuse_infinite_frequencies
 from normattn.hf.model_parts import ModelParts, explained, model_parts
-from normattn.hf.probe import PROBE_TOKENS, AttentionCall, Layer, probe, replay
-from normattn.hf.rope_detection import spectra_of
+from normattn.hf.probe import PROBE_TOKENS, AttentionCall, Layer, probe, replay, spectra_of
 from normattn.hf.rotations import Spectrum, read_tables
 
 _RANK = 16
@@ -103,11 +102,8 @@ def _shrink(text: Any) -> None:
         size = head_dim if name == "head_dim" else getattr(text, name, None)
         if isinstance(size, int | float) and not 0 < size <= limit:
             raise InputError(f"{name}={size:,} is no size of a {text.model_type} model")
-    sizes = {
-        name: _cap(getattr(text, name), limit)
-        for name, limit in _MAX_SIZES.items()
-        if hasattr(text, name)
-    }
+    limits = {name: limit for name, limit in _MAX_SIZES.items() if hasattr(text, name)}
+    sizes = {name: _cap(getattr(text, name), limit) for name, limit in limits.items()}
     sizes |= {name: value for name, value in _TOKEN_IDS.items() if hasattr(text, name)}
     sizes |= {"num_attention_heads": 2, "hidden_size": 2 * int(head_dim)} | _scale_ranks(text)
     # The heads of Mamba layers next to attention make up a multiple of the width.
@@ -146,17 +142,12 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class LayerValues:
-    """The position values of one layer at one length.
+    """The position values of one layer at one length."""
 
-    `frequencies` are the angles for each token (P,), 0 for pairs that do not rotate; None without
-    RoPE. `amplitude` is the factor of cos and sin, `scale` that of the logits at this length.
-    `window` is the sliding window in tokens, None without one.
-    """
-
-    frequencies: Tensor | None
-    amplitude: float
-    scale: float
-    window: int | None
+    frequencies: Tensor | None  # angles for each token (P,), 0 without rotation; None without RoPE
+    amplitude: float  # the factor of cos and sin
+    scale: float  # the factor of the logits at this length
+    window: int | None  # the sliding window in tokens
 
 
 Positions = dict[int, dict[int, LayerValues]]
@@ -164,19 +155,21 @@ Positions = dict[int, dict[int, LayerValues]]
 
 
 def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
-    """The position values of each layer at each length.
-
-    Only the short length is read where no layer rotates. Raises `InputError` for a family whose
-    values at greater lengths cannot be read.
-    """
+    """The position values of each layer at each length, at the short one if none rotates."""
     parts = model_parts(small_model(config))
     probed = probe(parts)
 
     def read(length: int, calls: dict[Any, list[AttentionCall]]) -> dict[int, LayerValues]:
         layers = {}
         for layer in probed:
-            call = calls.get(layer.module, layer.calls)[0]
-            layers[layer.index] = _layer_values(parts, layer, call, length)
+            call, short = calls.get(layer.module, layer.calls)[0], layer.call
+            frequencies, amplitude = _spectrum(parts, layer, length) or (None, 1.0)
+            _, short_amplitude = _spectrum(parts, layer, SHORT) or (None, 1.0)
+            scale = float(call.q.norm() / short.q.norm()) * float(call.kwargs.get("scaling") or 1)
+            if short_amplitude > 0 and amplitude > 0:  # which is reported separately
+                scale *= short_amplitude / amplitude
+            window = short.sliding_window
+            layers[layer.index] = LayerValues(frequencies, amplitude, scale, window)
         return layers
 
     positions = {SHORT: read(SHORT, {})}
@@ -188,15 +181,6 @@ def read_positions(config: Any, lengths: Sequence[int]) -> Positions:
             calls, _ = replay(parts, probed, start=length - SHORT)
         positions[length] = read(length, calls)
     return positions
-
-
-def _layer_values(parts: ModelParts, layer: Layer, call: AttentionCall, length: int) -> LayerValues:
-    frequencies, amplitude = _spectrum(parts, layer, length) or (None, 1.0)
-    short_amplitude = (_spectrum(parts, layer, SHORT) or (None, 1.0))[1]
-    scale = float(call.q.norm() / layer.call.q.norm()) * float(call.kwargs.get("scaling") or 1)
-    if layer.unrotated is not None and short_amplitude > 0 and amplitude > 0:
-        scale *= short_amplitude / amplitude  # the tables' amplitude is reported separately
-    return LayerValues(frequencies, amplitude, scale, layer.call.sliding_window)
 
 
 def _spectrum(parts: ModelParts, layer: Layer, length: int) -> Spectrum | None:
@@ -242,28 +226,29 @@ def differences(expected: Positions, computed: Positions) -> Iterator[str]:
 
 
 def _layer_differences(expected: LayerValues, computed: LayerValues) -> Iterator[tuple[str, str]]:
-    theta, computed_theta = expected.frequencies, computed.frequencies
-    if theta is None or computed_theta is None:
-        if theta is not computed_theta:
-            yield "rotary positions", "none" if computed_theta is None else "some instead of none"
-    elif theta.shape != computed_theta.shape:
-        width = f"{2 * computed_theta.numel()} features rotate instead of {2 * theta.numel()}"
+    """The kind of each value that differs, and how."""
+    theta, other = expected.frequencies, computed.frequencies
+    if theta is None or other is None:
+        if theta is not other:
+            yield "rotary positions", "none" if other is None else "some instead of none"
+    elif theta.shape != other.shape:
+        width = f"{2 * other.numel()} features rotate instead of {2 * theta.numel()}"
         yield "rotary width", width
     else:
-        error = (theta - computed_theta).abs() / torch.maximum(
-            theta.abs(), computed_theta.abs()
-        ).clamp(min=1e-30)
+        largest = torch.maximum(theta.abs(), other.abs()).clamp(min=1e-30)
+        error = (theta - other).abs() / largest
         if float(error.max()) > _TOLERANCE:
             pair = int(error.argmax())
             yield (
                 "inverse frequencies",
                 f"{int((error > _TOLERANCE).sum())} of {theta.numel()} differ, pair {pair} turns "
-                f"by {float(computed_theta[pair]):.4g} a token instead of {float(theta[pair]):.4g}",
+                f"by {float(other[pair]):.4g} a token instead of {float(theta[pair]):.4g}",
             )
-    if abs(expected.amplitude - computed.amplitude) > 10 * _TOLERANCE * abs(expected.amplitude):
-        factor = f"cos and sin times {computed.amplitude:.5g} instead of {expected.amplitude:.5g}"
-        yield "attention factor", factor
-    if abs(expected.scale - computed.scale) > 10 * _TOLERANCE * abs(expected.scale):
-        yield "softmax scale", f"{computed.scale:.5g} instead of {expected.scale:.5g}"
+    for kind, prefix, one, two in (
+        ("attention factor", "cos and sin times ", expected.amplitude, computed.amplitude),
+        ("softmax scale", "", expected.scale, computed.scale),
+    ):
+        if abs(one - two) > 10 * _TOLERANCE * abs(one):
+            yield kind, f"{prefix}{two:.5g} instead of {one:.5g}"
     if expected.window != computed.window:
         yield "window", f"{computed.window or 'none'} instead of {expected.window or 'none'}"
