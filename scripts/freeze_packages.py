@@ -77,7 +77,7 @@ def freeze(requirements: list[str], out: Path = frozen.LIST) -> None:
         wheels = sorted(folder.glob("*.whl"), key=frozen.package_of)
         duplicates, repeated = NearDuplicates(), list[str]()
         for wheel in wheels:
-            texts = frozen.package_texts(wheel, frozen.package_of(wheel))
+            texts = frozen.package_texts(wheel)
             repeated += [name for name, text in texts if duplicates.seen(text)]
         size = sum(wheel.stat().st_size for wheel in wheels)
         total = frozen.write_documents(folder, repeated, folder / "text")

@@ -56,8 +56,8 @@ def test_the_last_segments_are_the_same_behind_every_context(lengths: list[int],
     assert [found.length for found in sets] == [4, 8, 16, 32]
     for found in sets:
         targets = found.windows[:, 1:]
-        np.testing.assert_array_equal(targets[:, found.scored], sets[0].windows[:, 1:])
-        assert found.scored == slice(found.length - 4, found.length)
+        np.testing.assert_array_equal(targets[:, found.start :], sets[0].windows[:, 1:])
+        assert found.start == found.length - 4
         assert found.windows.shape == (len(sets[0]), found.length + 1)
         assert found.documents == sets[0].documents
         np.testing.assert_array_equal(np.diff(found.windows), 1)

@@ -20,8 +20,8 @@ from normattn.kernels.cosines import BINS
 from normattn.lab.data.batches import Masking
 from normattn.lab.data.windows import masked_set
 from normattn.lab.diagnostics import DiagnosticsProbe, collecting, inspect_model, layer_names
-from normattn.lab.diagnostics.angles import unseen_angles
 from normattn.lab.diagnostics.attention import attention_weights
+from normattn.lab.diagnostics.collector import unseen_angles
 from normattn.lab.diagnostics.depth import SAMPLED, layer_gradients, measure_depth
 from normattn.lab.diagnostics.inspection import by_position, cosine_counts, totals
 from normattn.lab.diagnostics.lines import DiagnosticsLine, read_diagnostics

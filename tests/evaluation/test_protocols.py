@@ -26,8 +26,8 @@ from normattn.lab.data.retrieval import DEPTHS, PASSAGE, TASKS, RetrievalSet, re
 from normattn.lab.data.tokeniser import train_tokeniser
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation.language_model import bin_edges, evaluate_cell, rising_edges
-from normattn.lab.evaluation.retrieval import evaluate_retrieval
+from normattn.lab.evaluation import language_model
+from normattn.lab.evaluation.language_model import evaluate_cell, evaluate_retrieval
 from normattn.lab.evaluation.scorer import TokenScorer
 from normattn.lab.stats import Identity, MeasurementStore, measurements
 
@@ -186,7 +186,7 @@ def test_batches_stay_within_the_budget_and_change_nothing(budget: int, rows: in
 def test_bins_cover_every_scored_position_once(train: int, multiple: int, last: bool) -> None:
     length = train * multiple
     start = length - train if last else 0
-    edges = bin_edges(start, length, train)
+    edges = language_model.bin_edges(start, length, train)
     assert (edges[0], edges[-1]) == (start, length)
     assert all(a < b for a, b in itertools.pairwise(edges))
     assert len(edges) <= 16 * 7 + 1
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
 @given(train=st.integers(1, 600), multiple=st.sampled_from([1, 2, 8, 16, 64]))
 def test_rising_bins_cover_every_position_once_by_octaves(train: int, multiple: int) -> None:
     length = train * multiple
-    edges = rising_edges(length, train)
+    edges = language_model.rising_edges(length, train)
     assert (edges[0], edges[-1]) == (0, length)
     assert all(a < b for a, b in itertools.pairwise(edges))
     assert {train * 2**k for k in range(7) if train * 2**k <= length} <= set(edges)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from normattn import InputError, Score, ScoreSpec, attention
-from normattn.lab.diagnostics.angles import unseen_angles
+from normattn.lab.diagnostics.collector import unseen_angles
 
 from .cases import built, tensors
 from .recipe import Recipe

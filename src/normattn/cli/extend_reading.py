@@ -25,8 +25,7 @@ from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.tokeniser import cut_runs
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation.language_model import evaluate_cell
-from normattn.lab.evaluation.retrieval import evaluate_retrieval
+from normattn.lab.evaluation.language_model import evaluate_cell, evaluate_retrieval
 from normattn.lab.evaluation.scorer import CachedScorer, TokenScorer, set_identity
 from normattn.lab.runs.environment import allocated_memory, record_peak_memory
 from normattn.lab.stats import Identity, concat, digest, scalar, with_identity

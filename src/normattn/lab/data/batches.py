@@ -3,13 +3,13 @@
 A batch is a pure function of (seed, step), with no state. So a resumed run and another number of
 processes see the same tokens. Random numbers come from Philox, a counter-based generator, so step
 1,000,000 costs as much as step 0. Only its raw 64-bit words are used: numpy promises not to change
-them, unlike its distributions. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1,
-2, 3".
+them, unlike its distributions. Source: Salmon et al., "Parallel random numbers", SC 2011.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +22,7 @@ from normattn.lab.data.tokens import Tiling, TokenSplit
 from normattn.settings import Settings
 
 _MASK = (1 << 64) - 1
-# Windows and masks are drawn from different keys.
-_MASKING_KEY = 0x6D61736B
+_MASKING_KEY = 0x6D61736B  # Windows and masks are drawn from different keys.
 
 
 def uniforms(seed: int, step: int, rows: int, columns: int) -> Float64[np.ndarray, "rows columns"]:
@@ -33,21 +32,16 @@ def uniforms(seed: int, step: int, rows: int, columns: int) -> Float64[np.ndarra
     return ((raw >> np.uint64(11)) * 2.0**-53).reshape(rows, columns)
 
 
-def scale_to_int(
-    uniform: Float64[np.ndarray, "n"], bound: int | np.ndarray
-) -> Int64[np.ndarray, "n"]:
+def scale_to_int(uniform: np.ndarray, bound: int | np.ndarray) -> Int64[np.ndarray, "*n"]:
     """Map u in [0, 1) to an integer in [0, bound). The bias is below bound / 2^53."""
     # u·bound can round up to bound itself if bound is huge.
     return np.minimum((uniform * bound).astype(np.int64), np.asarray(bound, dtype=np.int64) - 1)
 
 
-def epoch_order(
-    seed: int, epoch: int, items: int, batches: int = 0
-) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "batches"]]:
+def epoch_order(seed: int, epoch: int, items: int, batches: int = 0) -> list[np.ndarray]:
     """Return a permutation of an epoch's items and one of its batches, keyed by (seed, epoch)."""
     drawn = uniforms(seed, epoch, items + batches, 1)[:, 0]
-    order, batch_order = (np.argsort(keys, kind="stable") for keys in np.split(drawn, [items]))
-    return order, batch_order
+    return [np.argsort(keys, kind="stable") for keys in np.split(drawn, [items])]
 
 
 def pad_rows(
@@ -71,6 +65,7 @@ def check_shards(batch_size: int, kind: str, shards: int) -> None:
         )
 
 
+@dataclass(frozen=True)
 class TrainingBatches:
     """Batches of `batch_size` rows of `length` + 1 tokens: inputs and their next tokens.
 
@@ -79,14 +74,14 @@ class TrainingBatches:
     uniform length and position. Raises `InputError` for a split or `length` that is too short.
     """
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        length: int,
-        batch_size: int,
-        seed: int,
-        tiling: Tiling | None = None,
-    ) -> None:
+    split: TokenSplit
+    length: int
+    batch_size: int
+    seed: int
+    tiling: Tiling | None = None
+
+    def __post_init__(self) -> None:
+        split, length, tiling = self.split, self.length, self.tiling
         if tiling is not None and tiling.fraction > 0 and tiling.high > length:
             raise InputError(
                 f"tiled segments of up to {tiling.high} tokens do not repeat in a sequence of "
@@ -97,20 +92,9 @@ class TrainingBatches:
                 f"the {split.name} split is too small for one sequence: it has {split.total:,} "
                 f"tokens and {length + 1:,} are needed; use more text or a shorter length"
             )
-        self.split = split
-        self.length = length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.tiling = tiling
-        self._columns = np.arange(length + 1, dtype=np.int64)
 
-    def batch(
-        self, step: int, shard: int = 0, shards: int = 1
-    ) -> Int64[np.ndarray, "rows length_1"]:
-        """Return shard `shard` of `shards` of the batch of `step`.
-
-        The concatenated shards are the batch. Raises `InputError` if it does not divide evenly.
-        """
+    def batch(self, step: int, shard: int = 0, shards: int = 1) -> Int64[np.ndarray, "rows t1"]:
+        """Return shard `shard` of `shards` of the batch of `step`: consecutive rows."""
         check_shards(self.batch_size, "sequences", shards)
         count = self.batch_size // shards
         drawn = uniforms(self.seed, step, self.batch_size, 3)[shard * count : (shard + 1) * count]
@@ -120,10 +104,10 @@ class TrainingBatches:
             offsets = scale_to_int(drawn[:, 1], self.tiling.high - self.tiling.low + 1)
             periods = np.where(tiled, self.tiling.low + offsets, periods)
         starts = scale_to_int(drawn[:, 2], self.split.total - periods + 1)
-        rows = np.empty((count, self.length + 1), np.int64)
+        rows, columns = np.empty((count, self.length + 1), np.int64), np.arange(self.length + 1)
         for row, start, period in zip(rows, starts.tolist(), periods.tolist(), strict=True):
             segment = self.split.tokens[start : start + period]
-            row[:] = segment if period > self.length else segment[self._columns % period]
+            row[:] = segment if period > self.length else segment[columns % period]
         return rows
 
 
@@ -156,9 +140,7 @@ class Masking(Settings):
     @model_validator(mode="after")
     def _check_shares(self) -> Masking:
         if self.masked + self.random > 1:
-            raise ValueError(
-                f"masked {self.masked:g} and random {self.random:g} are more than 1 together"
-            )
+            raise ValueError("masked and random are more than 1 together")
         return self
 
     def chosen(self, length: int) -> int:
@@ -166,17 +148,9 @@ class Masking(Settings):
         return max(1, round(self.share * length))
 
     def rows(
-        self,
-        tokens: Int64[np.ndarray, "rows length"],
-        vocab_size: int,
-        seed: int,
-        step: int = 0,
-        first: int = 0,
+        self, tokens: np.ndarray, vocab_size: int, seed: int, step: int = 0, first: int = 0
     ) -> MaskedRows:
-        """Mask `tokens`, rows `first`, `first` + 1, … of step `step`.
-
-        A row's mask depends only on the seed, the step, its index and its separators.
-        """
+        """Mask `tokens` (rows, length): rows `first`, `first` + 1, … of step `step`."""
         count, length = tokens.shape
         chosen = self.chosen(length)
         drawn = uniforms(seed ^ _MASKING_KEY, step, first + count, length + 2 * chosen)[first:]
@@ -185,7 +159,7 @@ class Masking(Settings):
         positions = np.sort(order[:, :chosen], axis=1)
         targets = np.take_along_axis(tokens, positions, 1)
         action, word = np.split(drawn[:, length:], 2, axis=1)
-        random = 1 + scale_to_int(word.ravel(), vocab_size - 1).reshape(word.shape)
+        random = 1 + scale_to_int(word, vocab_size - 1)
         unmasked = np.where(action < self.masked + self.random, random, targets)
         ids = tokens.copy()
         inputs = np.where(action < self.masked, vocab_size, unmasked)
@@ -193,13 +167,13 @@ class Masking(Settings):
         return MaskedRows(ids, positions, targets)
 
 
+@dataclass(frozen=True)
 class MaskedBatches:
     """Masked training batches: the windows of `batches`, with new masks at every step."""
 
-    def __init__(self, batches: TrainingBatches, masking: Masking, vocab_size: int) -> None:
-        self.batches = batches
-        self.masking = masking
-        self.vocab_size = vocab_size
+    batches: TrainingBatches
+    masking: Masking
+    vocab_size: int
 
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> MaskedRows:
         """Return shard `shard` of `shards` of the batch of `step`: consecutive rows."""

@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -26,8 +27,6 @@ FROZEN = "python-packages-2026"
 PACKAGE_BYTES = 1_000_000
 """The most bytes of text from one package, taken evenly from its files."""
 LIST = Path(__file__).with_name("python_packages_2026.txt")
-README = "README"
-"""Document name of a package's long description."""
 _TEXT = "documents.jsonl"
 
 
@@ -39,7 +38,12 @@ def frozen_packages(requirements: Path = LIST) -> Corpus:
     listed near-duplicates are excluded. Documents are ordered by a hash of their names, so that
     every range is a mixture of all packages. Raises `InputError` if the text has another hash.
     """
-    facts, versions = read_facts(requirements), read_versions(requirements)
+    facts = read_facts(requirements)
+    pinned = re.findall(r"^(\S+)==(\S+) --hash=sha256:", read_text(requirements), re.MULTILINE)
+    note = (
+        f"the corpus {FROZEN} is {len(pinned)} pinned packages, which pip fetches once from its "
+        f"index ({int(facts.get('download-bytes', 0)) / 1e6:.0f} MB) into the cache"
+    )
 
     def rows() -> Iterator[Document]:
         with open_file(package_text(requirements)) as file:
@@ -47,16 +51,11 @@ def frozen_packages(requirements: Path = LIST) -> Corpus:
                 name, group, text = json.loads(line)
                 yield Document(name, text, group)
 
-    megabytes = int(facts.get("download-bytes", 0)) / 1e6
-    note = (
-        f"the corpus {FROZEN} is {len(versions)} pinned packages, which pip fetches once from its "
-        f"index ({megabytes:.0f} MB) into the cache"
-    )
     return Corpus(
         lambda limit=None: limit_bytes(rows(), limit),
         # The list contains the digest of the text, so this downloads nothing.
         lambda: hashlib.sha256(f"{FROZEN} {facts['text-sha256']}".encode()).hexdigest(),
-        sources=lambda: versions,
+        sources=lambda: dict(pinned),
         notes=lambda: (note,),
     )
 
@@ -66,21 +65,15 @@ def read_facts(requirements: Path) -> dict[str, str]:
     return dict(re.findall(r"^# ([a-z0-9-]+) (\S+)$", read_text(requirements), re.MULTILINE))
 
 
-def read_versions(requirements: Path) -> dict[str, str]:
-    """Return the version of every package."""
-    return dict(re.findall(r"^(\S+)==(\S+) --hash=sha256:", read_text(requirements), re.MULTILINE))
-
-
 def package_text(requirements: Path) -> Path:
     """Return the cached file of all documents, one JSON array a line, checked against the list."""
     expected = read_facts(requirements)["text-sha256"]
 
     def build(folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as temporary:
-            wheels = Path(temporary)
-            download(requirements, wheels)
+        with tempfile.TemporaryDirectory() as wheels:
+            download(requirements, Path(wheels))
             listed = re.findall(r"^# near-duplicate (\S+)$", read_text(requirements), re.MULTILINE)
-            write_documents(wheels, frozenset(listed), folder / _TEXT)
+            write_documents(Path(wheels), frozenset(listed), folder / _TEXT)
         digest = sha256_of(folder / _TEXT)
         if digest != expected:
             raise InputError(
@@ -94,8 +87,7 @@ def package_text(requirements: Path) -> Path:
 def download(requirements: Path, folder: Path) -> None:
     """Download the pinned wheels into `folder` with pip, which checks their hashes.
 
-    Only pure wheels, so that files are the same for every platform and Python. Raises `InputError`
-    with pip's message if it fails.
+    Only pure wheels: the same files for every platform. Raises `InputError` with pip's message.
     """
     if importlib.util.find_spec("pip") is None:
         raise InputError("pip is not installed in this environment (python -m ensurepip)")
@@ -118,25 +110,19 @@ def download(requirements: Path, folder: Path) -> None:
 
 def write_documents(wheels: Path, near_duplicates: Collection[str], out: Path) -> int:
     """Write the documents of the wheels in a folder as JSON lines; return the bytes of text."""
-    texts: dict[str, tuple[str, str]] = {}
-    for wheel in wheels.glob("*.whl"):
-        package = package_of(wheel)
-        for name, text in package_texts(wheel, package):
-            if name not in near_duplicates:
-                texts[name] = package, text
+    found = chain.from_iterable(package_texts(wheel) for wheel in wheels.glob("*.whl"))
+    texts = {name: text for name, text in found if name not in near_duplicates}
     with out.open("w", encoding="utf-8", newline="\n") as file:
         for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
-            group, text = texts[name]
-            file.write(json.dumps([name, group, text], ensure_ascii=False) + "\n")
-    return sum(len(text.encode()) for _, text in texts.values())
+            row = [name, name.partition("/")[0], texts[name]]
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return sum(len(text.encode()) for text in texts.values())
 
 
 def package_of(wheel: Path) -> str:
     """Return the normalised package name of a wheel."""
     return re.sub(r"[-_.]+", "-", wheel.name.partition("-")[0]).lower()
 
-
-# Hand-written text in wheels.
 
 _SOURCE, _DOCUMENTATION = frozenset({".py", ".pyx", ".pxd"}), frozenset({".md", ".rst"})
 _TESTS = frozenset({"test", "tests", "idle_test", "testdata", "test_data", "conftest.py"})
@@ -152,41 +138,37 @@ _GENERATED_MARK = re.compile(
     r"|machine[- ]generated",
     re.IGNORECASE,
 )
-_HEAD, _MAX_LINE, _MAX_MEAN_LINE = 1000, 1000, 100
-_MIN_LETTERS, _MAX_DIGITS = 0.4, 0.15
 
 
-def package_texts(wheel: Path, package: str) -> list[tuple[str, str]]:
+def package_texts(wheel: Path) -> list[tuple[str, str]]:
     """Return the hand-written texts of a wheel, at most `PACKAGE_BYTES`: (`package/path`, text)."""
+    texts = []
     with zipfile.ZipFile(wheel) as archive:
-        texts = sorted(_written_texts(archive, package))
+        for name in archive.namelist():
+            path = PurePosixPath(name)
+            text: Any = None
+            if path.match("*.dist-info/METADATA") and len(path.parts) == 2:
+                metadata = archive.read(name).decode("utf-8", "replace")
+                name, text = "README", email.message_from_string(metadata).get_payload()
+            elif is_written_file(path):
+                raw, is_source = archive.read(name), path.suffix.lower() in _SOURCE
+                with suppress(SyntaxError, UnicodeDecodeError):
+                    text = decode_python(raw) if is_source else raw.decode("utf-8-sig")
+            if isinstance(text, str) and text.strip() and not is_generated(text):
+                texts.append((f"{package_of(wheel)}/{name}", text))
+    texts.sort()
     return sample_evenly(texts, [len(text.encode()) for _, text in texts], PACKAGE_BYTES)
-
-
-def _written_texts(archive: zipfile.ZipFile, package: str) -> Iterator[tuple[str, str]]:
-    for name in archive.namelist():
-        path = PurePosixPath(name)
-        text: Any = None
-        if path.match("*.dist-info/METADATA") and len(path.parts) == 2:
-            metadata = archive.read(name).decode("utf-8", "replace")
-            name, text = README, email.message_from_string(metadata).get_payload()
-        elif is_written_file(path):
-            raw, is_source = archive.read(name), path.suffix.lower() in _SOURCE
-            with suppress(SyntaxError, UnicodeDecodeError):
-                text = decode_python(raw) if is_source else raw.decode("utf-8-sig")
-        if isinstance(text, str) and text.strip() and not is_generated(text):
-            yield f"{package}/{name}", text
 
 
 def is_written_file(path: PurePath) -> bool:
     """Return whether a file is source or documentation, and no test or vendored copy."""
     suffix, parts = path.suffix.lower(), {part.lower() for part in path.parts}
-    if suffix not in _SOURCE | _DOCUMENTATION or ".." in parts or path.is_absolute():
-        return False
-    if parts & (_TESTS | _VENDORED) or _TEST_FILE.fullmatch(path.name.lower()):
-        return False
-    return not any(part.endswith((".dist-info", ".egg-info")) for part in parts) and not (
-        suffix in _SOURCE and path.stem.endswith(("_pb2", "_pb2_grpc"))
+    return suffix in _SOURCE | _DOCUMENTATION and not (
+        path.is_absolute()
+        or parts & (_TESTS | _VENDORED | {".."})
+        or _TEST_FILE.fullmatch(path.name.lower())
+        or any(part.endswith((".dist-info", ".egg-info")) for part in parts)
+        or (suffix in _SOURCE and path.stem.endswith(("_pb2", "_pb2_grpc")))
     )
 
 
@@ -201,9 +183,9 @@ def is_generated(text: str) -> bool:
     letters = sum(map(str.isalpha, text))
     digits = sum(map(str.isdigit, text))
     return (
-        _GENERATED_MARK.search(text, 0, _HEAD) is not None
-        or max(map(len, lines)) > _MAX_LINE
-        or len(text) > _MAX_MEAN_LINE * len(lines)
-        or letters < _MIN_LETTERS * visible
-        or digits > _MAX_DIGITS * visible
+        _GENERATED_MARK.search(text, 0, 1000) is not None
+        or max(map(len, lines)) > 1000
+        or len(text) > 100 * len(lines)
+        or letters < 0.4 * visible
+        or digits > 0.15 * visible
     )

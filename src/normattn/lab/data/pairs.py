@@ -7,8 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,20 +19,10 @@ from pydantic import Field
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import read_object, sha256_of
+from normattn.lab.data import store
 from normattn.lab.data.batches import epoch_order, pad_rows
 from normattn.lab.data.pair_sources import parse_pairs
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
-from normattn.lab.data.store import (
-    ABOUT,
-    Ragged,
-    Row,
-    Strings,
-    cached_folder,
-    column_digests,
-    utf8,
-    write_splits,
-)
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, Tokeniser, train_tokeniser
 
 FORMAT = 3
@@ -43,7 +33,6 @@ MULTIPLE = 8
 """Lengths are padded to a multiple of this, and batches have a multiple of it as rows."""
 _SIDES = ("source", "target")
 TOKENISER = "tokeniser.json"
-_EMPTY, _TOO_LONG = "with an empty side", "training pairs too long"
 
 
 class PairsConfig(SplitSettings):
@@ -73,14 +62,11 @@ class PairsConfig(SplitSettings):
 
 @dataclass(frozen=True)
 class PairSplit:
-    """The pairs of one split. Row i of a side is its sentence i, without special tokens.
-
-    `texts` are the sentences of held-out pairs; empty for training.
-    """
+    """The pairs of one split, without special tokens; `texts` are the sentences if held out."""
 
     name: SplitName
-    source: Ragged
-    target: Ragged
+    source: store.Ragged
+    target: store.Ragged
     texts: Sequence[tuple[str, str]] = ()
 
     def __len__(self) -> int:
@@ -99,7 +85,7 @@ class PairSplit:
         if count is None or count >= len(self):
             return self
         source, target = (
-            Ragged(side.values[: int(side.offsets[count])], side.offsets[: count + 1])
+            store.Ragged(side.values[: int(side.offsets[count])], side.offsets[: count + 1])
             for side in (self.source, self.target)
         )
         return PairSplit(self.name, source, target, self.texts[:count])
@@ -132,29 +118,27 @@ def prepare_pairs(config: PairsConfig, cache_dir: Path | None = None) -> PairDat
 
     The tokeniser is trained on the training split only. If splits are drawn, pairs whose source
     sentences have the same letters are in the same split. `cache_dir` is as in
-    `store.cached_folder`. Raises `InputError` if pairs are missing, not aligned or unreadable, or a
-    split has none.
+    `store.cached_folder`. Raises `InputError` for missing, unaligned or unreadable pairs.
     """
     corpus = config.open_corpus()
     settings = config.model_dump(mode="json", exclude={"corpus"})
     key = [FORMAT, tokenizers.__version__, SAMPLE_BYTES, corpus.fingerprint(), settings]
-    folder = cached_folder("pairs", key, lambda folder: _build(folder, config, corpus), cache_dir)
-    about = read_object(folder / ABOUT)
-
-    def load(name: SplitName) -> PairSplit:
-        source, target = (Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
-        texts = [json.loads(line) for line in Strings.load(folder, f"{name}.texts")]
-        return PairSplit(name, source, target, tuple((text, target) for text, target in texts))
-
+    folder = store.cached_folder("pairs", key, partial(_build, config, corpus), cache_dir)
+    about = io.read_object(folder / store.ABOUT)
+    splits = {}
+    for name in SPLITS:
+        source, target = (store.Ragged.load(folder, f"{name}.{side}", "<u2") for side in _SIDES)
+        lines = map(json.loads, store.Strings.load(folder, f"{name}.texts", "u1"))
+        splits[name] = PairSplit(name, source, target, tuple(map(tuple, lines)))
     return PairData(
-        **{name: load(name) for name in SPLITS},
+        **splits,
         tokeniser=Tokeniser.load(folder / TOKENISER),
         left_out=about["left_out"],
         fingerprint=about["fingerprint"],
     )
 
 
-def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
+def _build(config: PairsConfig, corpus: Corpus, folder: Path) -> None:
     own_splits = corpus.own_splits()
     names = [f"{split}_fraction" for split in own_splits]
     config.refuse_changed(config.corpus, *names, *(["seed"] if len(names) == 2 else []))
@@ -167,19 +151,19 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
             split = pair.split or config.split_of(letters, own_splits)
             yield Document(pair.name, source, split=split, target=target)
 
-    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
+    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[store.Row]:
         complete = [pair for pair in batch if pair.text and pair.target]
         if len(complete) < len(batch):
-            counts[_EMPTY] += len(batch) - len(complete)
+            counts["with an empty side"] += len(batch) - len(complete)
         sources = tokeniser.encode_batch([pair.text for pair in complete])
         targets = tokeniser.encode_batch([pair.target for pair in complete])
         for pair, source, target in zip(complete, sources, targets, strict=True):
             row = {"source": source, "target": target}
             if pair.split in ("validation", "test"):
                 line = json.dumps([pair.text, pair.target], ensure_ascii=False) + "\n"
-                yield pair.split, {**row, "texts": utf8(line)}
+                yield pair.split, {**row, "texts": store.utf8(line)}
             elif max(len(source), len(target)) >= config.max_length:
-                counts[_TOO_LONG] += 1
+                counts["training pairs too long"] += 1
             elif counts["train"] != config.max_pairs:
                 yield "train", row
 
@@ -191,27 +175,22 @@ def _build(folder: Path, config: PairsConfig, corpus: Corpus) -> None:
         train_tokeniser(texts, config.vocab_size, specials=SPECIALS).save(folder / TOKENISER)
     tokeniser = Tokeniser.load(folder / TOKENISER)
     columns = {"source": "<u2", "target": "<u2", "texts": "u1"}
-    counts = write_splits(folder, config.corpus, columns, pairs(), encode)
+    counts = store.write_splits(folder, config.corpus, columns, pairs(), encode)
     left_out = {why: count for why, count in counts.items() if why not in SPLITS}
     fingerprint = _fingerprint(folder, {name: counts[name] for name in SPLITS}, left_out)
-    io.write_json(folder / ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
+    io.write_json(folder / store.ABOUT, {"left_out": left_out, "fingerprint": fingerprint})
 
 
 def _fingerprint(folder: Path, sizes: Mapping[str, int], left_out: Mapping[str, int]) -> str:
     counts = json.dumps({"pairs": sizes, "left_out": left_out}, indent=2) + "\n"
     digests = {"statistics.json": hashlib.sha256(counts.encode()).hexdigest()}
-    for side in _SIDES:
-        digests[f"{side}.tokeniser.json"] = sha256_of(folder / TOKENISER)
-        for name in SPLITS:
-            values, ends = column_digests(folder, f"{name}.{side}")
-            digests |= {f"{name}.{side}.tokens": values, f"{name}.{side}.ends": ends}
-    for name in SPLITS[1:]:
-        digests[f"{name}.jsonl"] = sha256_of(folder / f"{name}.texts")
+    for side, name in product(_SIDES, SPLITS):
+        values, ends = store.column_digests(folder, f"{name}.{side}")
+        digests |= {f"{name}.{side}.tokens": values, f"{name}.{side}.ends": ends}
+    digests |= {f"{side}.tokeniser.json": io.sha256_of(folder / TOKENISER) for side in _SIDES}
+    digests |= {f"{name}.jsonl": io.sha256_of(folder / f"{name}.texts") for name in SPLITS[1:]}
     text = "".join(f"{name}{digest}" for name, digest in sorted(digests.items()))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# Batches.
 
 
 class PairBatch(NamedTuple):
@@ -219,8 +198,7 @@ class PairBatch(NamedTuple):
 
     `source` (rows, S) has an end token. `target` (rows, T + 1) has begin and end tokens: the
     decoder reads `target[:, :-1]` and predicts `target[:, 1:]`. Filler rows, whose target is the
-    begin token alone, are not scored. `targets` () is the number of tokens to predict in the whole
-    batch, even in a shard.
+    begin token alone, are not scored. `targets` () counts the tokens to predict in all shards.
     """
 
     source: Int64[np.ndarray, "rows S"]
@@ -234,13 +212,11 @@ class PairBatches:
     Sentences are sorted by their padded lengths (multiples of 8) and cut into batches. Every epoch
     shuffles sentences of equal lengths and the order of the batches. The cuts are the same in every
     epoch, so each has `len(self)` batches and every sentence is in exactly one. A batch has a
-    multiple of 8 rows; filler rows are not scored. Raises `InputError` if 8 of the longest
-    sentences do not fit into a batch.
+    multiple of 8 rows. Raises `InputError` if 8 of the longest sentences do not fit into one.
     """
 
     def __init__(self, split: PairSplit, batch_tokens: int, seed: int) -> None:
         self.split = split
-        self.batch_tokens = batch_tokens
         self.seed = seed
         # Padded lengths, special tokens included.
         self._source = -(-(split.source.lengths + 1) // MULTIPLE) * MULTIPLE
@@ -256,39 +232,30 @@ class PairBatches:
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> PairBatch:
         """Return shard `shard` of `shards` of the batch of `step` (from 1), of equal row counts."""
         if MULTIPLE % shards:
-            raise InputError(
-                f"a batch of sentence pairs is shared by 1, 2, 4 or 8 processes and micro-batches, "
-                f"not by {shards}"
-            )
+            raise InputError(f"a batch of pairs is shared by 1, 2, 4 or 8 parts, not by {shards}")
         epoch, position = divmod(step - 1, len(self))
         order, batch_order = self._order(epoch)
         cut = int(batch_order[position])
-        rows = order[self._cuts[cut] : self._cuts[cut + 1]]
-        fill = -len(rows) % MULTIPLE
+        rows = order[self._cuts[cut] : self._cuts[cut + 1]].tolist()
+        sources, targets = [], []
         # Every `shards`-th row: rows are sorted by length, and shards should take equal time.
-        shard_rows = np.concatenate([rows, np.repeat(rows[:1], fill)])[shard::shards].tolist()
-        scored = (np.arange(len(rows) + fill) < len(rows))[shard::shards].tolist()
-        sources = [self.split.source_ids(row) for row in shard_rows]
-        targets = [
-            self.split.target_ids(row) if is_scored else [BOS_ID]
-            for row, is_scored in zip(shard_rows, scored, strict=True)
-        ]
+        for index in range(shard, len(rows) + -len(rows) % MULTIPLE, shards):
+            filler = index >= len(rows)
+            row = rows[0 if filler else index]
+            sources.append(self.split.source_ids(row))
+            targets.append([BOS_ID] if filler else self.split.target_ids(row))
         source, _ = pad_rows(sources, PAD_ID, int(self._source[rows].max()))
         target, _ = pad_rows(targets, PAD_ID, int(self._target[rows].max()) + 1)
         return PairBatch(source, target, (self.split.target.lengths[rows] + 1).sum())
 
-    def _epoch_order(
-        self, epoch: int
-    ) -> tuple[Int64[np.ndarray, "sentences"], Int64[np.ndarray, "batches"]]:
+    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the sorted sentences of an epoch, and the order of its batches."""
         order, batch_order = epoch_order(self.seed, epoch, len(self.split), len(self))
         return order[np.lexsort((self._target[order], self._source[order]))], batch_order
 
 
 def _cut_batches(
-    source_lengths: Int64[np.ndarray, "n"],
-    target_lengths: Int64[np.ndarray, "n"],
-    batch_tokens: int,
+    source_lengths: np.ndarray, target_lengths: np.ndarray, batch_tokens: int
 ) -> list[int]:
     """Cut sorted sentences into batches of as many groups of 8 as fit; return the boundaries."""
     cuts, rows, batch_source, batch_target = [0], 0, 0, 0

@@ -1,7 +1,6 @@
 """Corpora of labelled documents: rows of a folder or the hub, or the standard library's code.
 
-A row, as in NYT24 and WebNLG, has a `text` and a `triple_list`. The relations of the triples are
-the labels of the text.
+A row, as in NYT24 and WebNLG, has a `text` and a `triple_list`, whose relations are its labels.
 """
 
 from __future__ import annotations
@@ -15,34 +14,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from normattn.errors import InputError
 from normattn.io import expand_path, parse_json
-from normattn.lab.data import hub
-from normattn.lab.data.corpora import python_source, rows_of
+from normattn.lab.data.corpora import HUB, HUB_OPTIONS, hub_corpus, python_source, rows_of
 from normattn.lab.data.sources import (
     SPLITS,
-    Address,
     Corpus,
     Document,
     FileGroup,
     SplitName,
+    check_options,
     file_corpus,
     limit_bytes,
+    parse_address,
     split_files,
 )
 from normattn.lab.data.text_files import field_of, read_text, text_of
 
-SPLIT_PATTERNS: Mapping[SplitName, str] = {
-    "train": "train",
-    "validation": "dev|validation",
-    "test": "test",
-}
-"""Patterns of the name of a split's file, which may end in `_triples`."""
-LABELS_FILE = "rel2id.json"
+_PATTERNS: dict[SplitName, str] = {"train": "train", "validation": "dev|validation", "test": "test"}
 _HINT = 'expected {"text": "…", "triple_list": [["subject", "relation", "object"], …]}'
 
 
@@ -53,57 +45,50 @@ def parse_relations(text: str) -> Corpus:
     with or without `_triples`, as `.json`, `.jsonl` or `.parquet`. `rel2id.json` may list the
     labels. Raises `InputError` for a file that is missing or ambiguous.
     """
-    address = Address.parse(text, "relation corpus")
-    if address.body.startswith(hub.PREFIX):
-        address.get_options(*hub.OPTIONS)
-        return hub.hub_corpus(address, relation_row, held_out=True)
-    address.get_options()
-    folder = expand_path(address.body)
+    body, options = parse_address(text, "relation corpus")
+    if body.startswith(HUB):
+        check_options(body, options, *HUB_OPTIONS)
+        return hub_corpus(text, relation_row, held_out=True)
+    check_options(body, options)
+    folder = expand_path(body)
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
         raise InputError(
             f"the relation corpus {folder} {state}; expected python-imports, hf:NAME or a folder "
             "with train, dev and test files"
         )
-    files = split_files(folder, SPLIT_PATTERNS, r"(?:_triples)?\.(?:json|jsonl|parquet)")
-    for split, pattern in SPLIT_PATTERNS.items():
+    files = split_files(folder, _PATTERNS, r"(?:_triples)?\.(?:json|jsonl|parquet)")
+    for split, pattern in _PATTERNS.items():
         if split not in files:
             raise InputError(
                 f"{folder} has no {split} set: expected {pattern.partition('|')[0]}_triples.json "
                 f"(or {pattern.replace('|', ', ')}; .jsonl, .parquet)"
             )
-    labels = folder / LABELS_FILE
-    return file_corpus(
-        [FileGroup(path.name, (path,), split) for split, path in files.items()],
-        partial(rows_of, relation_row),
-        labels=numbered_labels(labels) if labels.exists() else (),
-    )
+    groups = [FileGroup(path.name, (path,), split) for split, path in files.items()]
+    listed = folder / "rel2id.json"
+    labels = numbered_labels(listed) if listed.exists() else ()
+    return file_corpus(groups, partial(rows_of, relation_row), labels=labels)
 
 
 def relation_row(name: str, row: Mapping[str, Any], where: str) -> Document:
-    """Return the document in a row: its `text`, labelled with the relations of `triple_list`.
-
-    Raises `InputError` for a missing or malformed field.
-    """
+    """Return the `text` of a row, labelled with `triple_list`'s relations; else `InputError`."""
     text = text_of(row, "text", where, _HINT)
     triples = field_of(row, "triple_list", where, _HINT)
     if not text.strip():
         raise InputError(f"{where}: field 'text' is blank; {_HINT}")
-    if not isinstance(triples, list) or not all(map(_is_triple, triples)):
+    if not isinstance(triples, list) or not all(
+        isinstance(value, list | tuple)
+        and len(value) == 3
+        and isinstance(value[1], str)
+        and value[1]
+        for value in triples
+    ):
         raise InputError(f"{where}: field 'triple_list' is no list of triples; {_HINT}")
     return Document(name, text, labels=tuple(sorted({relation for _, relation, _ in triples})))
 
 
-def _is_triple(value: Any) -> bool:
-    is_triple = isinstance(value, list | tuple) and len(value) == 3
-    return is_triple and isinstance(value[1], str) and value[1] != ""
-
-
 def numbered_labels(path: Path) -> tuple[str, ...]:
-    """Return the labels of rel2id.json in the order of their numbers.
-
-    The file has [{number: name}, {name: number}], or the second object alone.
-    """
+    """Return the labels in [{number: name}, {name: number}], or in the second object alone."""
     value = parse_json(read_text(path), str(path))
     ids = value[-1] if isinstance(value, list) and value else value
     numbers = list(ids.values()) if isinstance(ids, dict) else []
@@ -125,7 +110,6 @@ _IMPORT_LINE = re.compile(
     r"^\s*(?:>>>|\.\.\.)?\s*(?:import\s+[A-Za-z_]|from\s+[.\w]+\s+import\b).*$", re.MULTILINE
 )
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Import = ast.Import | ast.ImportFrom
 _PUBLIC = frozenset(name for name in sys.stdlib_module_names if not name.startswith("_"))
 
 
@@ -173,10 +157,7 @@ def python_imports(
 
 
 def pieces_of(name: str, source: str) -> Iterator[Document]:
-    """Yield the pieces of one file, labelled with every module they use except the file's package.
-
-    Yields nothing if the file does not parse.
-    """
+    """Yield the pieces of a file that parses, labelled with all modules they use but its own."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -192,9 +173,8 @@ def pieces_of(name: str, source: str) -> Iterator[Document]:
         if not isinstance(function, _Function):
             continue
         nodes = list(ast.walk(function))
-        imports = [node for node in nodes if isinstance(node, _Import)]
-        spans = [range(node.lineno, (node.end_lineno or 0) + 1) for node in imports]
-        import_lines = set(chain.from_iterable(spans))
+        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        import_lines = {n for i in imports for n in range(i.lineno, (i.end_lineno or 0) + 1)}
         # Names that the function assigns shadow those that the file imports.
         assigned = {node.arg for node in nodes if isinstance(node, ast.arg)}
         names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -222,21 +202,13 @@ def _outside_functions(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def _imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """Map the names that imports bind to their public top-level modules."""
-    names = {}
+    bound = []
     for node in nodes:
-        if not isinstance(node, _Import):
-            continue
-        for alias in node.names:
-            if isinstance(node, ast.Import):
-                module, name = alias.name, alias.asname or alias.name.partition(".")[0]
-            elif node.level or not node.module:
-                continue  # relative: the same package
-            else:
-                module, name = node.module, alias.asname or alias.name
-            top = module.partition(".")[0]
-            if top in _PUBLIC:
-                names[name] = top
-    return names
+        if isinstance(node, ast.Import):
+            bound += [(a.asname or a.name.partition(".")[0], a.name) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound += [(a.asname or a.name, node.module) for a in node.names]
+    return {name: top for name, module in bound if (top := module.partition(".")[0]) in _PUBLIC}
 
 
 def _piece_ranges(

@@ -5,33 +5,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 from jaxtyping import Bool, Float32, Int64
-from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import expand_path, read_object, sha256_of
+from normattn.io import expand_path
+from normattn.lab.data import store
 from normattn.lab.data.batches import check_shards, epoch_order, pad_rows
 from normattn.lab.data.relation_sources import parse_relations, python_imports
 from normattn.lab.data.sources import SPLITS, Corpus, Document, SplitName, Splits, SplitSettings
-from normattn.lab.data.store import ABOUT, Ragged, Row, Strings, cached_folder, utf8, write_splits
 from normattn.lab.data.tokeniser import WordPieces, train_word_pieces
 
 FORMAT = 3
 """Increased when the same settings would give other files, so that old caches are not used."""
 PYTHON_IMPORTS = "python-imports"
-_POOL_BATCHES = 8
-"""Documents are sorted by length within groups of this many batches."""
 _VOCABULARY = "vocab.txt"
+_COLUMNS = ("tokens", "labels")
 
 
 class RelationConfig(SplitSettings):
@@ -40,8 +38,7 @@ class RelationConfig(SplitSettings):
     - `corpus`: "python-imports" (default: the standard library's own code), a folder of train, dev
       and test files in the NYT24 form, or "hf:NAME" with rows of that form.
     - `vocabulary`: a WordPiece vocab.txt; None (default) learns one from the training split.
-    - `vocab_size`: rows of the embedding (default 30,522, BERT's); a vocabulary may have fewer
-      entries, not more.
+    - `vocab_size`: rows of the embedding (default 30,522, BERT's), at least the entries.
     - `lower_case`: whether case and accents are dropped (default true).
     - `max_tokens`: documents are cut after this many pieces (default 128).
     - For python-imports only: `modules`, the number of labels (default 24); `test_fraction` and
@@ -61,22 +58,15 @@ class RelationConfig(SplitSettings):
 
     @model_validator(mode="after")
     def _no_unused_settings(self) -> RelationConfig:
-        names = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
-        fields = type(self).model_fields
-        changed = [name for name in names if getattr(self, name) != fields[name].default]
-        if changed and self.corpus != PYTHON_IMPORTS:
-            raise ValueError(
-                f"{changed[0]} is a setting of {PYTHON_IMPORTS}; {self.corpus} has its own splits "
-                "and labels"
-            )
+        if self.corpus != PYTHON_IMPORTS:  # Other corpora have their own splits and labels.
+            names = ("modules", "test_fraction", "validation_fraction", "seed", "max_bytes")
+            self.refuse_changed(self.corpus, *names)
         return self
 
     def open_corpus(self) -> Corpus:
         """Return the corpus; `InputError` if it or the vocabulary does not exist."""
         if self.vocabulary is not None and not expand_path(self.vocabulary).is_file():
-            raise InputError(
-                f"the vocabulary {self.vocabulary} does not exist; expected a WordPiece vocab.txt"
-            )
+            raise InputError(f"the vocabulary {self.vocabulary} (a vocab.txt) does not exist")
         if self.corpus == PYTHON_IMPORTS:
             return python_imports(self.modules, self.split_of, self.max_bytes)
         return parse_relations(self.corpus)
@@ -91,8 +81,8 @@ class RelationSplit:
     """
 
     name: SplitName
-    tokens: Sequence[Sequence[int]] | Ragged
-    labels: Sequence[Sequence[int]] | Ragged
+    tokens: Sequence[Sequence[int]] | store.Ragged
+    labels: Sequence[Sequence[int]] | store.Ragged
     names: Sequence[str]
     cut: int
 
@@ -123,16 +113,14 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     the vocabulary is larger than `vocab_size`, or a split has no documents.
     """
     corpus = config.open_corpus()
-    vocabulary = config.vocabulary and sha256_of(expand_path(config.vocabulary))
+    vocabulary = config.vocabulary and io.sha256_of(expand_path(config.vocabulary))
     settings = config.model_dump(mode="json", exclude={"corpus", "vocabulary"})
     key = [FORMAT, tokenizers.__version__, corpus.fingerprint(), vocabulary, settings]
-    folder = cached_folder(
-        "relations", key, lambda folder: _build(folder, config, corpus), cache_dir
-    )
-    about = read_object(folder / ABOUT)
+    folder = store.cached_folder("relations", key, partial(_build, config, corpus), cache_dir)
+    about = io.read_object(folder / store.ABOUT)
     tokeniser = WordPieces.load(folder / _VOCABULARY, config.lower_case)
     return RelationData(
-        **{name: _load_split(folder, name, about["counts"]) for name in SPLITS},
+        **_load_splits(folder, about["counts"]),
         labels=tuple(about["labels"]),
         pad_id=tokeniser.pad_id,
         vocab_size=config.vocab_size,
@@ -141,45 +129,66 @@ def prepare_relations(config: RelationConfig, cache_dir: Path | None = None) -> 
     )
 
 
-def _load_split(folder: Path, name: SplitName, counts: Mapping[str, int]) -> RelationSplit:
-    tokens = Ragged.load(folder, f"{name}.tokens", "<i4")
-    labels = Ragged.load(folder, f"{name}.labels", "<i4")
-    names = Strings.load(folder, f"{name}.names")
-    return RelationSplit(name, tokens, labels, names, counts.get(f"{name} cut", 0))
+def _load_splits(folder: Path, counts: Mapping[str, int]) -> dict[SplitName, RelationSplit]:
+    splits = {}
+    for name in SPLITS:
+        tokens, labels = (store.Ragged.load(folder, f"{name}.{kind}", "<i4") for kind in _COLUMNS)
+        names = store.Strings.load(folder, f"{name}.names", "u1")
+        splits[name] = RelationSplit(name, tokens, labels, names, counts.get(f"{name} cut", 0))
+    return splits
 
 
-def _build(folder: Path, config: RelationConfig, corpus: Corpus) -> None:
+def _build(config: RelationConfig, corpus: Corpus, folder: Path) -> None:
     labels = _label_names(corpus)
-    label_indices = {label: index for index, label in enumerate(labels)}
-    if not (folder / _VOCABULARY).exists():
-        _make_tokeniser(config, corpus).save(folder / _VOCABULARY)
-    tokeniser = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+    if (folder / _VOCABULARY).exists():
+        tokeniser = WordPieces.load(folder / _VOCABULARY, config.lower_case)
+    elif config.vocabulary is not None:
+        tokeniser = WordPieces.load(expand_path(config.vocabulary), config.lower_case)
+    else:
+        texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
+        tokeniser = train_word_pieces(texts, config.vocab_size, config.lower_case)
+    if tokeniser.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{config.vocabulary} has {tokeniser.vocab_size:,} entries, but data.vocab_size is "
+            f"{config.vocab_size:,}; set it to at least as many"
+        )
+    tokeniser.save(folder / _VOCABULARY)
 
-    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
+    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[store.Row]:
         encoded = tokeniser.encode([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
-            row: dict[str, ArrayLike] = {
-                "tokens": ids[: config.max_tokens],
-                "labels": [label_indices[label] for label in document.labels],
-                "names": utf8(document.name),
-            }
             split = document.split or "train"
             counts[f"{split} cut"] += len(ids) > config.max_tokens
-            yield split, row
+            label_ids = [labels.index(label) for label in document.labels]
+            tokens, name = ids[: config.max_tokens], store.utf8(document.name)
+            yield split, {"tokens": tokens, "labels": label_ids, "names": name}
 
-    columns = {"tokens": "<i4", "labels": "<i4", "names": "u1"}
-    counts = write_splits(folder, config.corpus, columns, corpus.documents(), encode)
-    splits = [_load_split(folder, name, counts) for name in SPLITS]
-    fingerprint = _fingerprint(labels, tokeniser, splits)
-    about = {"labels": labels, "counts": counts, "fingerprint": fingerprint}
-    io.write_json(folder / ABOUT, about)
+    columns = {**dict.fromkeys(_COLUMNS, "<i4"), "names": "u1"}
+    counts = store.write_splits(folder, config.corpus, columns, corpus.documents(), encode)
+    described: list[dict[str, Any]] = [
+        {"labels": labels, "pad": tokeniser.pad_id, "entries": tokeniser.vocab_size}
+    ]
+    described += map(_describe, _load_splits(folder, counts).values())
+    listed = (json.dumps(value, indent=2, ensure_ascii=False) + "\n" for value in described)
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in listed]
+    fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
+    io.write_json(
+        folder / store.ABOUT, {"labels": labels, "counts": counts, "fingerprint": fingerprint}
+    )
+
+
+def _describe(split: RelationSplit) -> dict[str, Any]:
+    """Return the content of a split, whose JSON is hashed."""
+    return {
+        "tokens": [np.asarray(row).tolist() for row in split.tokens],
+        "labels": [np.asarray(row).tolist() for row in split.labels],
+        "names": list(split.names),
+        "cut": split.cut,
+    }
 
 
 def _label_names(corpus: Corpus) -> tuple[str, ...]:
-    """Return the labels that the corpus lists, else all that occur, sorted.
-
-    A label without a training document counts too, although it can only be missed.
-    """
+    """Return the labels that the corpus lists, else all that occur in any split, sorted."""
     occurring, in_training = set[str](), False
     for document in corpus.documents():
         occurring.update(document.labels)
@@ -192,47 +201,8 @@ def _label_names(corpus: Corpus) -> tuple[str, ...]:
     return listed
 
 
-def _make_tokeniser(config: RelationConfig, corpus: Corpus) -> WordPieces:
-    if config.vocabulary is None:
-        texts = [d.text for d in corpus.documents() if d.split in (None, "train")]
-        return train_word_pieces(texts, config.vocab_size, config.lower_case)
-    tokeniser = WordPieces.load(expand_path(config.vocabulary), config.lower_case)
-    if tokeniser.vocab_size > config.vocab_size:
-        raise InputError(
-            f"{config.vocabulary} has {tokeniser.vocab_size:,} entries, but data.vocab_size is "
-            f"{config.vocab_size:,}; set it to at least as many"
-        )
-    return tokeniser
-
-
-def _fingerprint(
-    labels: Sequence[str], tokeniser: WordPieces, splits: Iterable[RelationSplit]
-) -> str:
-    """Hash the labels and the content of each split, as indented JSON."""
-    described: list[dict[str, Any]] = [
-        {"labels": labels, "pad": tokeniser.pad_id, "entries": tokeniser.vocab_size}
-    ]
-    described += [
-        {
-            "tokens": [np.asarray(row).tolist() for row in split.tokens],
-            "labels": [np.asarray(row).tolist() for row in split.labels],
-            "names": list(split.names),
-            "cut": split.cut,
-        }
-        for split in splits
-    ]
-    texts = (json.dumps(value, indent=2, ensure_ascii=False) + "\n" for value in described)
-    digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-# Batches.
-
-
-def multi_hot(
-    split: RelationSplit, documents: Int64[np.ndarray, "b"], num_labels: int
-) -> Float32[np.ndarray, "b k"]:
-    """Return the labels of documents as rows of 0 and 1."""
+def multi_hot(split: RelationSplit, documents: np.ndarray, num_labels: int) -> np.ndarray:
+    """Return the labels of documents as float32 rows of 0 and 1, (B, K)."""
     targets = np.zeros((len(documents), num_labels), dtype=np.float32)
     for row, document in enumerate(documents):
         targets[row, list(split.labels[document])] = 1.0
@@ -251,8 +221,8 @@ class RelationBatches:
     """Batches of `batch_size` documents. An epoch has each document at most once, in a new order.
 
     An epoch shuffles the documents, drops those of an incomplete last batch, sorts the others by
-    length within every 8 batches to save padding, and shuffles the batches. Raises `InputError` if
-    the split is smaller than a batch.
+    length within every 8 batches to save padding, and shuffles the batches. Raises `InputError` for
+    a split smaller than a batch.
     """
 
     def __init__(
@@ -270,19 +240,11 @@ class RelationBatches:
         self.seed = seed
         self.per_epoch = len(split) // batch_size
         self._lengths = np.array([len(row) for row in split.tokens])
+        self.mean_tokens = float(self._lengths.mean())
         self._epoch_batches = lru_cache(maxsize=2)(self._make_epoch)
 
-    @property
-    def mean_tokens(self) -> float:
-        """Mean number of word pieces of a document."""
-        return float(self._lengths.mean())
-
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> RelationBatch:
-        """Return shard `shard` of `shards` of the batch of `step` (from 1): every n-th document.
-
-        All shards are padded to the longest document of the batch. Raises `InputError` if the
-        batch does not divide evenly.
-        """
+        """Return shard `shard` of `shards` of the batch of `step` (from 1): every n-th document."""
         check_shards(self.batch_size, "documents", shards)
         epoch, position = divmod(step - 1, self.per_epoch)
         documents = self._epoch_batches(epoch)[position]
@@ -294,7 +256,7 @@ class RelationBatches:
     def _make_epoch(self, epoch: int) -> Int64[np.ndarray, "batches b"]:
         used = self.per_epoch * self.batch_size
         order, batch_order = epoch_order(self.seed, epoch, len(self.split), self.per_epoch)
-        size = _POOL_BATCHES * self.batch_size
+        size = 8 * self.batch_size
         pools = [order[start : min(start + size, used)] for start in range(0, used, size)]
         by_length = [pool[np.argsort(self._lengths[pool], kind="stable")] for pool in pools]
         batches = np.concatenate(by_length).reshape(self.per_epoch, self.batch_size)

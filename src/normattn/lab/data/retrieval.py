@@ -4,20 +4,18 @@
 - `multi_key`: four statements, the queried one at the depth, the others anywhere.
 - `variable_tracking`: a chain of three (a = value, b = a, c = b) that begins at the depth. The
   questions follow it from c to the value, so every link must be found.
-- `key_value`: a text of statements only. One is queried; the others are distractors (as in "Lost
-  in the middle", arXiv 2307.03172).
+- `key_value`: a text of statements only. One is queried (as in arXiv 2307.03172).
 - `copy`: one statement of a passage of four values, to be repeated as a whole.
 
 A statement assigns a source (a value or another name) to a name. A question is the statement up to
 its source, so a model answers by copying. The filler around statements is held-out text of one
-document. The last answer ends the window. Source: needle tests as in RULER (arXiv 2404.06654),
-with lines of code for sentences.
+document. The last answer ends the window. Source: RULER (arXiv 2404.06654), in lines of code.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -35,10 +33,8 @@ Ids = tuple[int, ...]
 Random = np.random.Generator
 
 _MAX_TRIES = 100
-# After this many repeated draws in a row, the names count as used up.
-_MAX_REPEATS = 50
-# A statement may move by this share of the text to the end of a line.
-_MAX_SHIFT = 1 / 16
+_MAX_REPEATS = 50  # After so many repeated draws in a row, the names count as used up.
+_MAX_SHIFT = 1 / 16  # A statement may move by this share of the text to the end of a line.
 _CONSONANTS = "bcdfghjkmnpqrstvwxz"
 
 
@@ -112,13 +108,14 @@ class StatementEncoder:
 
     A name is two consonants and a digit (3,610 names), a value four digits. There are no spaces,
     because a name after a space would have other tokens than at the beginning of a line. Pieces are
-    encoded separately, so a name has the same tokens in statements and questions.
+    encoded separately, so a name has the same tokens in statements and questions. `line_ends` are
+    the tokens that begin with a line end: a statement may be inserted before one.
     """
 
     def __init__(self, tokeniser: Tokeniser) -> None:
         self._encode = tokeniser.encode
         texts = (tokeniser.decode([i]) for i in range(tokeniser.vocab_size))
-        self._line_ends = np.array([text.startswith("\n") for text in texts])
+        self.line_ends = np.array([text.startswith("\n") for text in texts])
 
     def name(self, random: Random) -> Ids:
         """Draw a name."""
@@ -133,13 +130,6 @@ class StatementEncoder:
         """Return the tokens of a statement before its source."""
         return (*self._encode("\n"), *name, *self._encode("="))
 
-    def line_ends(self, filler: Int64[np.ndarray, "f"]) -> np.ndarray:
-        """Return whether each token begins with a line end: a statement may be inserted there."""
-        return np.asarray(self._line_ends[filler])
-
-
-# The statements and questions of each task.
-
 
 class Facts(NamedTuple):
     """The statements of a sample: the queried one first, a chain in its order.
@@ -152,31 +142,44 @@ class Facts(NamedTuple):
     queries: list[tuple[Ids, Ids]]
     words: list[Ids]
 
-    @property
-    def end(self) -> Ids:
-        """The questions and answers at the end of the text."""
-        return tuple(token for query in self.queries for ids in query for token in ids)
 
-    @property
-    def size(self) -> int:
-        """Number of tokens of all statements, questions and answers."""
-        return sum(map(len, self.statements)) + len(self.end)
-
-    def are_unambiguous(self, window: np.ndarray) -> bool:
-        """Return whether all words differ and occur only where they were inserted.
-
-        A statement and the filler next to it could form another word together.
-        """
-        inserted = [np.array(ids, dtype=np.int64) for ids in (*self.statements, self.end)]
-        return len(set(self.words)) == len(self.words) and all(
-            _occurrences(window, word) == sum(_occurrences(ids, word) for ids in inserted)
-            for word in self.words
-        )
+def _make_sample(
+    task: str, encoder: StatementEncoder, text: np.ndarray, random: Random, document: str
+) -> tuple[Int64[np.ndarray, "d length_1"], list[bool]]:
+    """Return the windows of one sample, and which of their last tokens belong to an answer."""
+    task_name = task.replace("_", "-")
+    draw = _draw_key_value if task == "key_value" else partial(_draw_facts, task)
+    for _ in range(_MAX_TRIES):
+        facts = draw(encoder, random, len(text))
+        end = [token for query in facts.queries for ids in query for token in ids]
+        inserted = [np.array(ids, dtype=np.int64) for ids in (*facts.statements, end)]
+        size = sum(map(len, inserted))
+        if size >= len(text):
+            raise InputError(
+                f"a text of {len(text) - 1} tokens is too short for {task_name}: its statements, "
+                f"questions and answers alone take {size}; use a longer length"
+            )
+        filler = text[: len(text) - size]
+        depths = random.random(len(facts.statements) - 1)
+        windows = [
+            _insert(task, inserted, filler, encoder.line_ends[filler], depth, depths)
+            for depth in DEPTHS
+        ]
+        # A statement and the filler next to it could form another word together.
+        words = set(facts.words)
+        expected = {word: sum(_occurrences(ids, word) for ids in inserted) for word in words}
+        if len(words) == len(facts.words) and all(
+            _occurrences(window, word) == expected[word] for window in windows for word in words
+        ):
+            answers = [i == 1 for query in facts.queries for i in (0, 1) for _ in query[i]]
+            return np.stack(windows), answers
+    raise InputError(
+        f"{_MAX_TRIES} times the names and values drawn for {task_name} already occurred in the "
+        f"text of {document}; use a larger vocabulary or a shorter length"
+    )
 
 
 def _draw_facts(task: str, encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
-    if task == "key_value":
-        return _key_value(encoder, random, max_tokens)
     chain = task == "variable_tracking"
     count = {"multi_key": KEYS, "variable_tracking": LINKS}.get(task, 1)
     names = [encoder.name(random) for _ in range(count)]
@@ -192,7 +195,7 @@ def _draw_facts(task: str, encoder: StatementEncoder, random: Random, max_tokens
     return Facts(statements, pairs[::-1] if chain else pairs[:1], words)
 
 
-def _key_value(encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
+def _draw_key_value(encoder: StatementEncoder, random: Random, max_tokens: int) -> Facts:
     """Draw statements until the text is full or the names are used up."""
     name, value = encoder.name(random), encoder.value(random)
     question = encoder.question(name)
@@ -213,62 +216,32 @@ def _key_value(encoder: StatementEncoder, random: Random, max_tokens: int) -> Fa
     return Facts(statements, [(question, value)], [name, value, question])
 
 
-# The windows.
-
-
-def _make_sample(
-    task: str,
-    encoder: StatementEncoder,
-    text: Int64[np.ndarray, "length_1"],
-    random: Random,
-    document: str,
-) -> tuple[Int64[np.ndarray, "d length_1"], list[bool]]:
-    """Return the windows of one sample, and which of their last tokens belong to an answer."""
-    task_name = task.replace("_", "-")
-    for _ in range(_MAX_TRIES):
-        facts = _draw_facts(task, encoder, random, len(text))
-        if facts.size >= len(text):
-            raise InputError(
-                f"a text of {len(text) - 1} tokens is too short for {task_name}: its statements, "
-                f"questions and answers alone take {facts.size}; use a longer length"
-            )
-        filler = text[: len(text) - facts.size]
-        depths = random.random(len(facts.statements) - 1)
-        windows = [_insert(task, facts, filler, encoder, depth, depths) for depth in DEPTHS]
-        if all(map(facts.are_unambiguous, windows)):
-            answers = [i == 1 for query in facts.queries for i in (0, 1) for _ in query[i]]
-            return np.stack(windows), answers
-    raise InputError(
-        f"{_MAX_TRIES} times the names and values drawn for {task_name} already occurred in the "
-        f"text of {document}; use a larger vocabulary or a shorter length"
-    )
-
-
 def _insert(
     task: str,
-    facts: Facts,
-    filler: Int64[np.ndarray, "f"],
-    encoder: StatementEncoder,
+    inserted: list[np.ndarray],
+    filler: np.ndarray,
+    line_ends: np.ndarray,
     depth: float,
     depths: np.ndarray,
 ) -> Int64[np.ndarray, "length_1"]:
-    """Insert the statements into the filler, and append the questions and answers.
+    """Insert the statements into the filler, and append the last of `inserted`, the questions.
 
     The first statement is at `depth`, the others at `depths`; a chain follows the first in order.
     A statement moves to the nearest line end if one is near. In `key_value` the statements are the
     text, and the first is at its share of them.
     """
+    *statements, end = inserted
     size = len(filler)
     if task == "key_value":
-        distractors = np.arange(1, len(facts.statements))
+        distractors = np.arange(1, len(statements))
         order = np.insert(distractors, round(depth * len(distractors)), 0)
         offsets = np.full(len(order), size)
     else:
         chain = task == "variable_tracking"
-        line_ends = np.flatnonzero(np.append(encoder.line_ends(filler), True))
+        candidates = np.flatnonzero(np.append(line_ends, True))
         others = depth + np.sort(depths) * (1 - depth) if chain else depths
         exact = [round(share * size) for share in (depth, *others)]
-        nearest = [int(line_ends[np.abs(line_ends - offset).argmin()]) for offset in exact]
+        nearest = [int(candidates[np.abs(candidates - offset).argmin()]) for offset in exact]
         near = [abs(n - e) <= size * _MAX_SHIFT for n, e in zip(nearest, exact, strict=True)]
         offsets = np.where(near, nearest, exact)
         if chain:
@@ -277,8 +250,8 @@ def _insert(
     *before, last = np.split(filler, offsets[order])
     pieces: list[np.ndarray] = []
     for index, piece in zip(order, before, strict=True):
-        pieces += [piece, np.array(facts.statements[index], dtype=np.int64)]
-    return np.concatenate([*pieces, last, np.array(facts.end, dtype=np.int64)])
+        pieces += [piece, statements[index]]
+    return np.concatenate([*pieces, last, end])
 
 
 def _occurrences(text: np.ndarray, word: Ids) -> int:

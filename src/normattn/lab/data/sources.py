@@ -42,6 +42,10 @@ class Document:
         return self.name if self.group is None else self.group
 
 
+RowReader = Callable[[str, Mapping[str, Any], str], Document]
+"""(name, row, where) → the document in a row; `where` starts error messages."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A stream of documents. It may be larger than memory.
@@ -49,8 +53,7 @@ class Corpus:
     - `documents(limit=None)`: at most `limit` bytes of text in a fixed order; `InputError` if they
       are missing, unreadable or not UTF-8.
     - `fingerprint()`: a short hash that changes with the text; fast.
-    - `own_splits()`: the held-out splits that the corpus defines. Others are cut from its train
-      split.
+    - `own_splits()`: the held-out splits that the corpus defines. Others are cut from the rest.
     - `sources()`: the version of each source of the text, if there are versions.
     - `notes()`: lines for a plan, such as what is downloaded; `InputError` if a library is missing.
     - `labels`: the labels of a classifier in the order of its outputs, () if not listed.
@@ -64,7 +67,28 @@ class Corpus:
     labels: tuple[str, ...] = ()
 
 
-# Files.
+def parse_address(text: str, kind: str = "corpus") -> tuple[str, dict[str, str]]:
+    """Return body and options of `body` or `body?option=value&…`. A path may contain a `?`."""
+    if not text.strip():
+        raise InputError(f"the {kind} has no name")
+    body, mark, query = text.rpartition("?")
+    if not mark or expand_path(text).exists():
+        return text, {}
+    try:
+        pairs = parse_qsl(query, strict_parsing=True)
+    except ValueError:
+        pairs = []
+    if not pairs or len(dict(pairs)) < len(pairs):
+        raise InputError(f"{kind} {text!r}: expected ?option=value&…, each option once")
+    return body, dict(pairs)
+
+
+def check_options(body: str, options: Iterable[str], *known: str) -> None:
+    """Raise `InputError` for an option of a corpus that is not `known`."""
+    for name in options:
+        if name not in known:
+            lists = f"it knows {', '.join(known)}" if known else "it takes none"
+            raise InputError(f"corpus {body!r} has no option {name!r}: {lists}")
 
 
 class FileGroup(NamedTuple):
@@ -141,54 +165,6 @@ def split_files(
     return files
 
 
-# Addresses.
-
-
-RowReader = Callable[[str, Mapping[str, Any], str], Document]
-"""(name, row, where) → the document in a row; `where` starts error messages."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """The address of a corpus: `body` or `body?option=value&…`. A path may contain a `?`."""
-
-    body: str
-    options: Mapping[str, str]
-
-    @classmethod
-    def parse(cls, text: str, kind: str = "corpus") -> Address:
-        """Parse an address; `InputError` if it is empty or its options are malformed."""
-        if not text.strip():
-            raise InputError(f"the {kind} has no name")
-        body, mark, query = text.rpartition("?")
-        if not mark or expand_path(text).exists():
-            return cls(text, {})
-        try:
-            pairs = parse_qsl(query, strict_parsing=True)
-        except ValueError:
-            pairs = []
-        if not pairs or len(dict(pairs)) < len(pairs):
-            raise InputError(
-                f"{kind} {text!r}: expected ?option=value&… after the name, each option once"
-            )
-        return cls(body, dict(pairs))
-
-    def get_options(self, *known: str) -> dict[str, str | None]:
-        """Return the `known` options, None if absent; `InputError` for any other option."""
-        for name in self.options:
-            if name not in known:
-                lists = f"it knows {', '.join(known)}" if known else "it takes none"
-                raise InputError(f"corpus {self.body!r} has no option {name!r}: {lists}")
-        return {name: self.options.get(name) for name in known}
-
-    def __str__(self) -> str:
-        options = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.body}?{options}" if options else self.body
-
-
-# Limits.
-
-
 def sample_evenly(files: Sequence[T], sizes: Sequence[int], limit: int | None) -> list[T]:
     """Return whole files of at most `limit` bytes in all, evenly from the list; at least one.
 
@@ -216,15 +192,11 @@ def limit_bytes(documents: Iterable[Document], limit: int | None) -> Iterator[Do
         raw = document.text.encode()
         if len(raw) > limit:
             head = raw[:limit].decode(errors="ignore")
-            text = head[: head.rfind("\n") + 1] or head
-            if text:
+            if text := head[: head.rfind("\n") + 1] or head:
                 yield replace(document, text=text)
             return
         limit -= len(raw)
         yield document
-
-
-# Splits.
 
 
 class SplitSettings(Settings):
@@ -240,12 +212,8 @@ class SplitSettings(Settings):
 
     @model_validator(mode="after")
     def _leaves_training_data(self) -> SplitSettings:
-        held_out = self.test_fraction + self.validation_fraction
-        if held_out >= 1:
-            raise ValueError(
-                "test_fraction and validation_fraction leave nothing to train on: they add up to "
-                f"{held_out:g} and must stay below 1"
-            )
+        if self.test_fraction + self.validation_fraction >= 1:
+            raise ValueError("test_fraction + validation_fraction leave nothing to train on")
         return self
 
     def open_corpus(self) -> Corpus | None:
@@ -259,10 +227,7 @@ class SplitSettings(Settings):
                 raise InputError(f"{name} has no meaning for the corpus {corpus}")
 
     def plan_notes(self) -> tuple[str, ...]:
-        """Return lines about the data for a plan. Fast: prepares nothing.
-
-        Raises `InputError` if the data, or a library that reads it, is missing.
-        """
+        """Return lines for a plan, fast; `InputError` if the data, or a library, is missing."""
         corpus = self.open_corpus()
         return () if corpus is None else corpus.notes()
 
@@ -280,10 +245,8 @@ def split_of(key: str, seed: int, test: float, validation: float) -> SplitName:
     fraction keeps the items of a smaller one.
     """
     # The name of a file may hold bytes that are not UTF-8.
-    digest = hashlib.blake2b(
-        f"{seed}\0{key}".encode(errors="surrogateescape"), digest_size=8
-    ).digest()
-    u = int.from_bytes(digest, "big") / 2**64
+    name = f"{seed}\0{key}".encode(errors="surrogateescape")
+    u = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") / 2**64
     if u < test:
         return "test"
     return "validation" if u < test + validation else "train"
@@ -304,5 +267,4 @@ class Splits(Generic[T]):
         """Return the split called `name`; `InputError` for another name."""
         if name not in SPLITS:
             raise InputError(f"there is no split {name!r}: expected {', '.join(SPLITS)}")
-        split: T = getattr(self, name)
-        return split
+        return dict(zip(SPLITS, self, strict=True))[name]

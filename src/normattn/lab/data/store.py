@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -32,9 +32,6 @@ MANIFEST, PROGRESS, ABOUT = "manifest.json", "progress.json", "about.json"
 _BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 18, 64
 
 
-# Cache folders.
-
-
 def cached_folder(
     kind: str, key: object, build: Callable[[Path], object], cache_dir: Path | None = None
 ) -> Path:
@@ -43,8 +40,7 @@ def cached_folder(
     The folder is complete or absent: `build` fills a temporary folder, which is renamed at the end.
     A lock lets one process build while others wait. A damaged folder is reported in a warning and
     built again. The next call resumes what a killed or failed build left behind. `cache_dir`
-    defaults to $NORMATTN_CACHE, $XDG_CACHE_HOME/normattn or ~/.cache/normattn. Raises `InputError`
-    if the cache cannot be written.
+    defaults to `io.default_cache_dir`. Raises `InputError` if the cache cannot be written.
     """
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     path = (cache_dir or default_cache_dir()) / f"{kind}-{digest}"
@@ -78,20 +74,16 @@ def cached_folder(
 
 
 def find_damage(path: Path) -> str | None:
-    """Return why a cache folder cannot be used, or None if it is complete.
-
-    A file is hashed only if its size, inode or times differ from the manifest, as in a copy.
-    """
+    """Return why a cache folder is unusable, or None. Only files that seem changed are hashed."""
     try:
         expected = read_object(path / MANIFEST)
         names = {file.name for file in path.iterdir()} - {MANIFEST}
         if not expected or expected.keys() != names:
             differing = min(expected.keys() ^ names, default="nothing")
             return f"is damaged ({MANIFEST} and the folder differ in {differing})"
-        for name, (size, digest, recorded) in expected.items():
-            status = (path / name).stat()
-            same = status.st_size == size and list(file_identity(status)) == recorded
-            if not same and (status.st_size != size or sha256_of(path / name) != digest):
+        for name, (_, digest, recorded) in expected.items():
+            same = list(file_identity((path / name).stat())) == recorded
+            if not same and sha256_of(path / name) != digest:
                 return f"is damaged (the content of {name} has changed)"
     except (OSError, InputError) as error:
         return f"is damaged ({error})"
@@ -107,18 +99,8 @@ def column_digests(folder: Path, name: str) -> tuple[str, str]:
         return sha256_of(folder / name), sha256_of(file)
 
 
-# Arrays.
-
-
-def read_array(path: Path, dtype: str) -> np.ndarray:
-    """Return the one-dimensional array in a file, read-only and mapped into memory."""
-    if not path.stat().st_size:  # An empty file cannot be mapped.
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, "r"))
-
-
 @dataclass(frozen=True)
-class Ragged(Sequence[np.ndarray]):
+class Ragged(Sequence[Any]):
     """Rows of different lengths: row i is `values[offsets[i] : offsets[i + 1]]`."""
 
     values: np.ndarray
@@ -139,35 +121,25 @@ class Ragged(Sequence[np.ndarray]):
         return np.diff(self.offsets)
 
     @classmethod
-    def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
-        """Open the column `name` that `write_splits` wrote."""
-        return cls(read_array(folder / name, dtype), read_array(folder / f"{name}.ends", "<i8"))
+    def load(cls, folder: Path, name: str, dtype: str) -> Self:
+        """Map the column `name` that `write_splits` wrote into memory, read-only."""
+        arrays = []
+        for path, kind in ((folder / name, dtype), (folder / f"{name}.ends", "<i8")):
+            empty = not path.stat().st_size  # An empty file cannot be mapped.
+            arrays.append(np.empty(0, kind) if empty else np.asarray(np.memmap(path, kind, "r")))
+        return cls(*arrays)
 
 
-class Strings(Sequence[str]):
-    """Strings stored as UTF-8 rows of a ragged array, so that millions need no Python objects."""
-
-    def __init__(self, rows: Ragged) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
+class Strings(Ragged):
+    """Strings as UTF-8 rows of a ragged array ("u1"), so that millions need no Python objects."""
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows[index].tobytes().decode()
-
-    @classmethod
-    def load(cls, folder: Path, name: str) -> Strings:
-        """Open the column `name` that `write_splits` wrote."""
-        return cls(Ragged.load(folder, name, "u1"))
+        return super().__getitem__(index).tobytes().decode()
 
 
 def utf8(text: str) -> np.ndarray:
     """Return a text as a row of `Strings`."""
     return np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
-
-
-# Writing the splits of a corpus.
 
 
 Row = tuple[SplitName, Mapping[str, ArrayLike]]
@@ -190,49 +162,62 @@ def write_splits(
     and writes the same bytes as one call would. Raises `InputError`, and empties the folder, if the
     corpus has no rows or a `required` split has none.
     """
-    progress = _read_progress(folder)
-    counts, done, saved = Counter(progress["counts"]), progress["items"], 0
+    for leftover in folder.glob(".*"):  # Temporary files of a killed process.
+        leftover.unlink()
+    progress: dict[str, Any] = {"items": 0, "sizes": {}, "counts": {}}
+    if (folder / PROGRESS).exists():
+        progress = read_object(folder / PROGRESS)
+    counts, done = Counter(progress["counts"]), progress["items"]
     with ExitStack() as stack:
-        writers = {
-            f"{split}.{name}": _ColumnWriter(
-                folder, f"{split}.{name}", dtype, progress["sizes"], stack
-            )
-            for split in SPLITS
-            for name, dtype in columns.items()
-        }
-
-        def save_progress() -> None:
-            sizes = {name: size for w in writers.values() for name, size in w.sync().items()}
-            io.write_json(folder / PROGRESS, {"items": done, "sizes": sizes, "counts": counts})
-
+        files = _open_columns(folder, columns, progress["sizes"], stack)
+        saved = sum(file.tell() for file in files.values())
         for batch in _batches(islice(documents, done, None)):
             for split, row in encode(batch, counts):
                 counts[split] += 1
                 for name, values in row.items():
-                    writers[f"{split}.{name}"].append(values)
+                    column, dtype = files[f"{split}.{name}"], np.dtype(columns[name])
+                    column.write(np.asarray(values, dtype).tobytes())
+                    end = np.int64(column.tell() // dtype.itemsize)
+                    files[f"{split}.{name}.ends"].write(end.tobytes())
             done += len(batch)
-            written = sum(writer.written for writer in writers.values())
-            if written - saved >= CHECKPOINT_BYTES:
-                saved = written
-                save_progress()
-        save_progress()
+            size = sum(file.tell() for file in files.values())
+            if size - saved >= CHECKPOINT_BYTES:
+                saved = size
+                _save_progress(folder, done, counts, files)
+        _save_progress(folder, done, counts, files)
     total = sum(counts[name] for name in SPLITS)
     empty = [name for name in required if not counts[name]]
     if not total or empty:
-        for file in folder.iterdir():
-            file.unlink()
+        for path in folder.iterdir():
+            path.unlink()
         lacks = f"has no document in its {empty[0]} split ({total:,} in all)" if total else ""
         raise InputError(f"corpus {corpus!r} {lacks or 'is empty: it holds no text'}")
     return counts
 
 
-def _read_progress(folder: Path) -> dict[str, Any]:
-    """Return what an interrupted call saved: documents done, sizes of files, counts."""
-    for leftover in folder.glob(".*"):  # Temporary files of a killed process.
-        leftover.unlink()
-    if not (folder / PROGRESS).exists():
-        return {"items": 0, "sizes": {}, "counts": {}}
-    return read_object(folder / PROGRESS)
+def _open_columns(
+    folder: Path, columns: Iterable[str], sizes: Mapping[str, int], stack: ExitStack
+) -> dict[str, BinaryIO]:
+    """Open the files of all columns for appending, after cutting them to the saved `sizes`."""
+    files: dict[str, BinaryIO] = {}
+    for split, column, ending in product(SPLITS, columns, ("", ".ends")):
+        name = f"{split}.{column}{ending}"
+        files[name] = file = stack.enter_context((folder / name).open("ab"))
+        file.truncate(sizes.get(name, 0))
+        file.seek(0, os.SEEK_END)
+        if ending and not file.tell():
+            file.write(np.int64(0).tobytes())
+    return files
+
+
+def _save_progress(
+    folder: Path, done: int, counts: Mapping[str, int], files: Mapping[str, BinaryIO]
+) -> None:
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    sizes = {name: file.tell() for name, file in files.items()}
+    io.write_json(folder / PROGRESS, {"items": done, "sizes": sizes, "counts": counts})
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -246,34 +231,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-class _ColumnWriter:
-    """Appends rows to a ragged array on disk, after cutting its files to the saved `sizes`."""
-
-    def __init__(
-        self, folder: Path, name: str, dtype: str, sizes: Mapping[str, int], stack: ExitStack
-    ) -> None:
-        self.written = 0
-        self._dtype = np.dtype(dtype)
-        self._files = {
-            file: stack.enter_context((folder / file).open("ab")) for file in (name, f"{name}.ends")
-        }
-        for file, opened in self._files.items():
-            opened.truncate(sizes.get(file, 0))
-            opened.seek(0, 2)
-        self._values, self._ends = self._files.values()
-        if self._ends.tell() == 0:
-            self._ends.write(np.int64(0).tobytes())
-
-    def append(self, values: ArrayLike) -> None:
-        self.written += self._values.write(np.asarray(values, self._dtype).tobytes())
-        end = np.int64(self._values.tell() // self._dtype.itemsize)
-        self.written += self._ends.write(end.tobytes())
-
-    def sync(self) -> dict[str, int]:
-        """Flush both files to the disk; return their sizes."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        return {name: file.tell() for name, file in self._files.items()}

@@ -6,7 +6,7 @@ import gzip
 import io
 import tokenize
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
@@ -37,23 +37,18 @@ def is_gzipped(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-# Rows.
-
-
 def read_rows(
     path: Path, fields: Sequence[str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the numbered rows of JSON lines, a JSON array (.json), or a Parquet, CSV or TSV file.
 
     Lines and array items count from 1 (blank lines are skipped), table rows from 0. Only `fields`
-    of tables are read (default: all). Files are streamed, except JSON arrays. Raises `InputError`
-    with the file and the row.
+    of tables are read (default: all). Files are streamed, except JSON arrays.
     """
     suffix = suffix_of(path)
     if suffix in (".parquet", ".csv", ".tsv"):
         yield from enumerate(_table_rows(path, suffix, fields))
         return
-    rows: Iterator[tuple[int, Any]]
     if suffix == ".json":
         items = parse_json(read_text(path), str(path))
         if not isinstance(items, list):
@@ -61,14 +56,13 @@ def read_rows(
                 f"{path} holds a {type(items).__name__}; expected one array of objects (a file of "
                 "one object a line is called .jsonl)"
             )
-        rows = iter(enumerate(items, start=1))
+        rows: Iterable[tuple[int, Any]] = enumerate(items, start=1)
     else:
         lines = ((number, line) for number, line in text_lines(path) if line.strip())
         rows = ((number, parse_json(line, f"{path}:{number}")) for number, line in lines)
     for number, row in rows:
         if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise InputError(f"{path}:{number} is not a JSON object but a {kind}")
+            raise InputError(f"{path}:{number} is not a JSON object but a {type(row).__name__}")
         yield number, row
 
 
@@ -104,9 +98,7 @@ def field_of(row: Mapping[str, Any], field: str, where: str, hint: str) -> Any:
     return row[field]
 
 
-def text_of(
-    row: Mapping[str, Any], field: str, where: str, hint: str = "choose with ?field="
-) -> str:
+def text_of(row: Mapping[str, Any], field: str, where: str, hint: str = "use ?field=") -> str:
     """Return the text in a field of a row; `InputError` if it is missing or no text."""
     text = field_of(row, field, where, hint)
     if not isinstance(text, str):
@@ -115,14 +107,11 @@ def text_of(
     return text
 
 
-# Text.
-
-
 @contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
     """Open a UTF-8 file, decompressed if its name ends in `.gz`, without a byte-order mark.
 
-    Line ends are unchanged. Raises `InputError`, at once or while reading, if the file is missing,
+    Line ends are unchanged. Raises `InputError`, also while reading, if the file is missing,
     unreadable, a damaged gzip file or not UTF-8.
     """
     with open_file(path) as raw:
@@ -154,10 +143,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def text_pieces(path: Path, size: int) -> Iterator[str]:
-    """Cut a text file at line ends into pieces of at most `size` characters.
-
-    A longer line is cut inside. Holds at most twice `size` characters.
-    """
+    """Cut a text file into pieces of at most `size` characters, at line ends if possible."""
     text = ""
     with open_text(path) as file:
         while chunk := file.read(size):
@@ -171,9 +157,6 @@ def text_pieces(path: Path, size: int) -> Iterator[str]:
 
 
 def decode_python(raw: bytes) -> str:
-    """Decode Python source by its declared encoding, else as UTF-8.
-
-    Raises `SyntaxError` for an unknown encoding and `UnicodeDecodeError` for undecodable bytes.
-    """
+    """Decode Python source by its encoding; `SyntaxError` or `UnicodeDecodeError` if that fails."""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
     return raw.decode(encoding)

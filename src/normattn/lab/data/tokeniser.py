@@ -20,15 +20,12 @@ from normattn.lab.data.text_files import read_text
 
 SEPARATOR = "<|doc|>"
 SEPARATOR_ID = 0
+PAD, UNKNOWN = "[PAD]", "[UNK]"
 SAMPLE_BYTES = 32 << 20
 RUN_CHARACTERS = 1 << 15
 MAX_RUN_SAMPLE = 1 << 20
-"""The most characters to train on of long runs without a space.
-
-Each run is one word to the trainer, which needs hundreds of bytes a character.
-"""
+"""The most characters of long runs to train on: they take hundreds of bytes a character."""
 _RUN = re.compile(rf"\S{{{RUN_CHARACTERS + 1},}}")
-_WHITE = re.compile(r"\s")
 # The library's threads warn and deadlock if the process forks later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -57,21 +54,18 @@ class Tokeniser:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without a separator."""
-        ids: list[int] = self.encode_batch([text])[0].tolist()
-        return ids
+        return list(self.encode_batch([text])[0].tolist())
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt32[np.ndarray, "_"]]:
         """Return the token ids of several texts."""
-        return [
-            np.concatenate(
-                [
-                    np.array(encoding.ids, np.uint32)
-                    for piece in cut_runs(text)
-                    for encoding in self._bpe.encode_batch_fast([piece], add_special_tokens=False)
-                ]
+        encoded = []
+        for text in texts:
+            pieces = (
+                self._bpe.encode_batch_fast([piece], add_special_tokens=False)[0]
+                for piece in cut_runs(text)
             )
-            for text in texts
-        ]
+            encoded.append(np.concatenate([np.array(piece.ids, np.uint32) for piece in pieces]))
+        return encoded
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text of token ids. Separators are shown; partial characters become U+FFFD."""
@@ -114,11 +108,7 @@ def train_tokeniser(
 
 
 def cut_runs(text: str) -> list[str]:
-    """Cut a text inside runs of more than 32,768 characters without a space.
-
-    To a byte pair encoding such a run is one word, whose merges take excessive memory and time. A
-    text without such runs is one piece.
-    """
+    """Cut runs of over 32,768 characters without a space, which BPE would merge as one word."""
     cuts = [
         end
         for run in _RUN.finditer(text)
@@ -132,21 +122,13 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
     sampled = run_characters = 0
     for text in texts:
         for piece in cut_runs(text):
-            is_run = len(piece) >= RUN_CHARACTERS and _WHITE.search(piece) is None
+            is_run = len(piece) >= RUN_CHARACTERS and not re.search(r"\s", piece)
             run_characters += len(piece) if is_run else 0
             if not is_run or run_characters <= MAX_RUN_SAMPLE:
                 yield piece
         sampled += len(text.encode())
         if sampled >= SAMPLE_BYTES:
             return
-
-
-# BERT's word pieces: from a vocab.txt, or a vocabulary trained on the texts.
-
-PAD, UNKNOWN = "[PAD]", "[UNK]"
-_MAX_WORD = 100
-# A word that occurs once is better encoded as pieces.
-_MIN_COUNT = 2
 
 
 class WordPieces:
@@ -160,7 +142,7 @@ class WordPieces:
 
     def __init__(self, vocabulary: Mapping[str, int], lower_case: bool) -> None:
         model = models.WordPiece(
-            vocab=dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=_MAX_WORD
+            vocab=dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=100
         )
         self.tokenizer = Tokenizer(model)
         self.tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
@@ -207,8 +189,8 @@ def train_word_pieces(texts: Collection[str], vocab_size: int, lower_case: bool)
     each once for the start of a word and once for inside.
     """
     normaliser = normalizers.BertNormalizer(lowercase=lower_case)
-    letters = sorted({c for text in texts for c in normaliser.normalize_str(text)})
-    letters = [letter for letter in letters if not letter.isspace()]
+    used = {letter for text in texts for letter in normaliser.normalize_str(text)}
+    letters = sorted(letter for letter in used if not letter.isspace())
     # Listed first, because the trainer orders pieces inside words by a hash.
     initial = [PAD, UNKNOWN, *letters, *(f"##{letter}" for letter in letters)]
     if vocab_size < len(initial):
@@ -216,8 +198,9 @@ def train_word_pieces(texts: Collection[str], vocab_size: int, lower_case: bool)
             f"data.vocab_size is {vocab_size:,}, but the training texts alone are written with "
             f"{len(letters):,} different characters; give at least {len(initial):,}"
         )
+    # A word that occurs once is better encoded as pieces.
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, min_frequency=_MIN_COUNT, special_tokens=initial, show_progress=False
+        vocab_size=vocab_size, min_frequency=2, special_tokens=initial, show_progress=False
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normaliser

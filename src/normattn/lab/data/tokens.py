@@ -6,9 +6,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tokenizers
@@ -17,26 +18,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from normattn import io
 from normattn.errors import InputError
-from normattn.io import read_object, sha256_of
+from normattn.lab.data import store
 from normattn.lab.data.corpora import parse_corpus
 from normattn.lab.data.sources import (
     SPLITS,
-    Address,
     Corpus,
     Document,
     SplitName,
     Splits,
     SplitSettings,
-)
-from normattn.lab.data.store import (
-    ABOUT,
-    Ragged,
-    Row,
-    Strings,
-    cached_folder,
-    column_digests,
-    utf8,
-    write_splits,
+    parse_address,
 )
 from normattn.lab.data.tokeniser import SAMPLE_BYTES, SEPARATOR_ID, Tokeniser, train_tokeniser
 from normattn.settings import Settings, explain
@@ -101,10 +92,6 @@ class TokenSplit:
             counts += np.bincount(chunk, minlength=vocab_size)
         return counts
 
-    def documents_at_least(self, length: int) -> Int64[np.ndarray, "chosen"]:
-        """Return the indices of documents with at least `length` tokens, separator not counted."""
-        return np.flatnonzero(self.lengths >= length).astype(np.int64)
-
 
 @dataclass(frozen=True)
 class TokenData(Splits[TokenSplit]):
@@ -159,11 +146,8 @@ class DataConfig(SplitSettings):
             )
         if self.synthetic:
             self.refuse_changed(self.corpus, *TEXT_ONLY)
-        if not self.synthetic and self.vocab_size < 257:
-            raise ValueError(
-                f"vocab_size must be at least 257 (256 bytes and a separator), got "
-                f"{self.vocab_size}"
-            )
+        elif self.vocab_size < 257:
+            raise ValueError(f"vocab_size must be at least 257 for text, not {self.vocab_size}")
         return self
 
     @property
@@ -173,10 +157,10 @@ class DataConfig(SplitSettings):
 
     def open_corpus(self) -> Corpus | None:
         """Return the corpus; None for generated tokens."""
-        if self.synthetic:
-            CopyTask.from_address(self.corpus)
-            return None
-        return parse_corpus(self.corpus)
+        if not self.synthetic:
+            return parse_corpus(self.corpus)
+        CopyTask.from_address(self.corpus)
+        return None
 
     @property
     def tiling(self) -> Tiling | None:
@@ -184,18 +168,16 @@ class DataConfig(SplitSettings):
         if self.synthetic:
             task = CopyTask.from_address(self.corpus)
             return Tiling(1.0, task.low, task.high)
-        if self.tiled_fraction == 0:
-            return None
-        return Tiling(self.tiled_fraction, self.tiled_low, self.tiled_high)
+        tiling = Tiling(self.tiled_fraction, self.tiled_low, self.tiled_high)
+        return tiling if tiling.fraction else None
 
 
 def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenData:
     """Return the tokens of a corpus, from the cache or newly encoded into it.
 
-    The tokeniser is trained on training documents only. Text is encoded in batches of about 256 kB;
-    an interrupted call is resumed by the next. `cache_dir` is as in `store.cached_folder`. Raises
-    `InputError` if the corpus is missing, empty, unreadable or not UTF-8, or if the cache cannot be
-    written.
+    The tokeniser is trained on training documents only. An interrupted call is resumed by the next.
+    `cache_dir` is as in `store.cached_folder`. Raises `InputError` if the corpus is missing, empty,
+    unreadable or not UTF-8, or if the cache cannot be written.
     """
     if config.synthetic:
         return CopyTask.from_address(config.corpus).token_data(config.vocab_size, config.seed)
@@ -206,34 +188,31 @@ def prepare_tokens(config: DataConfig, cache_dir: Path | None = None) -> TokenDa
         *(config.seed, config.test_fraction, config.validation_fraction),
     ]
     dtype = "<u2" if config.vocab_size <= 1 << 16 else "<u4"
-    folder = cached_folder(
-        "tokens", key, lambda folder: _build(folder, config, corpus, dtype), cache_dir
-    )
-
-    def load(name: SplitName) -> TokenSplit:
-        tokens = Ragged.load(folder, f"{name}.tokens", dtype)
-        names = Strings.load(folder, f"{name}.names")
-        return TokenSplit(name, tokens.values, tokens.offsets, names)
-
+    folder = store.cached_folder("tokens", key, partial(_build, config, corpus, dtype), cache_dir)
+    splits = {}
+    for name in SPLITS:
+        tokens = store.Ragged.load(folder, f"{name}.tokens", dtype)
+        names = store.Strings.load(folder, f"{name}.names", "u1")
+        splits[name] = TokenSplit(name, tokens.values, tokens.offsets, names)
     return TokenData(
-        **{name: load(name) for name in SPLITS},
+        **splits,
         tokeniser=Tokeniser.load(folder / _TOKENISER),
         vocab_size=config.vocab_size,
-        fingerprint=read_object(folder / ABOUT)["fingerprint"],
+        fingerprint=io.read_object(folder / store.ABOUT)["fingerprint"],
         # The folder's key contains the corpus' fingerprint, so it has these versions.
         sources=corpus.sources(),
     )
 
 
-def _build(folder: Path, config: DataConfig, corpus: Corpus, dtype: str) -> None:
+def _build(config: DataConfig, corpus: Corpus, dtype: str, folder: Path) -> None:
     def documents() -> Iterator[Document]:
         return (document for document in corpus.documents(config.max_bytes) if document.text)
 
-    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[Row]:
+    def encode(batch: list[Document], counts: Counter[str]) -> Iterator[store.Row]:
         encoded = tokeniser.encode_batch([document.text for document in batch])
         for document, ids in zip(batch, encoded, strict=True):
             tokens = np.append(ids, np.uint32(SEPARATOR_ID))
-            row = {"tokens": tokens, "names": utf8(document.name)}
+            row = {"tokens": tokens, "names": store.utf8(document.name)}
             yield config.split_of(document.split_key), row
 
     if not (folder / _TOKENISER).exists():
@@ -241,16 +220,12 @@ def _build(folder: Path, config: DataConfig, corpus: Corpus, dtype: str) -> None
         train_tokeniser(training, config.vocab_size).save(folder / _TOKENISER)
     tokeniser = Tokeniser.load(folder / _TOKENISER)
     columns = {"tokens": dtype, "names": "u1"}
-    write_splits(folder, config.corpus, columns, documents(), encode, required=SPLITS[:1])
-    digests = [sha256_of(folder / _TOKENISER)]
-    for name in SPLITS:
-        for column in columns:
-            digests += column_digests(folder, f"{name}.{column}")
+    store.write_splits(folder, config.corpus, columns, documents(), encode, required=SPLITS[:1])
+    digests = [io.sha256_of(folder / _TOKENISER)]
+    for name, column in product(SPLITS, columns):
+        digests += store.column_digests(folder, f"{name}.{column}")
     fingerprint = hashlib.sha256("".join(digests).encode()).hexdigest()
-    io.write_json(folder / ABOUT, {"fingerprint": fingerprint})
-
-
-# Generated tokens.
+    io.write_json(folder / store.ABOUT, {"fingerprint": fingerprint})
 
 
 class CopyTask(Settings):
@@ -273,11 +248,11 @@ class CopyTask(Settings):
     @classmethod
     def from_address(cls, text: str) -> CopyTask:
         """Parse the address; `InputError` for another task or a bad option."""
-        address = Address.parse(text)
-        if address.body != COPY:
+        body, options = parse_address(text)
+        if body != COPY:
             raise InputError(f"corpus {text!r} is unknown: the generated corpus is {COPY!r}")
         try:
-            task = cls.model_validate(address.options)
+            task = cls.model_validate(options)
         except ValidationError as error:
             raise InputError(f"corpus {text!r}: {explain(error)}") from error
         if task.low > task.high:
@@ -290,24 +265,19 @@ class CopyTask(Settings):
         dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         tokens = generator.integers(1, vocab_size, self.tokens + 1).astype(dtype)
         tokens[-1] = SEPARATOR_ID
-        offsets = np.array([0, len(tokens)], dtype=np.int64)
-        train = TokenSplit("train", tokens, offsets, ["train"])
-        validation = self._tiled("validation", generator, vocab_size, dtype)
-        test = self._tiled("test", generator, vocab_size, dtype)
-        digest = hashlib.sha256()
-        for split in (train, validation, test):
-            digest.update(split.tokens.astype("<u4").tobytes())
-        return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())
-
-    def _tiled(
-        self, name: SplitName, generator: np.random.Generator, vocab_size: int, dtype: Any
-    ) -> TokenSplit:
-        """Generate documents that each repeat one segment."""
+        splits = [TokenSplit("train", tokens, np.array([0, len(tokens)], np.int64), ["train"])]
         count, length = self.documents, self.document_tokens
-        periods = generator.integers(self.low, self.high + 1, count)
-        segments = generator.integers(1, vocab_size, (count, self.high))
-        rows: np.ndarray = np.zeros((count, length + 1), dtype=dtype)
-        columns = np.arange(length) % periods[:, None]
-        rows[:, :-1] = np.take_along_axis(segments, columns, axis=1)
-        offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
-        return TokenSplit(name, rows.reshape(-1), offsets, [f"{name}-{i:05}" for i in range(count)])
+        for name in SPLITS[1:]:  # Documents that each repeat one segment.
+            periods = generator.integers(self.low, self.high + 1, count)
+            segments = generator.integers(1, vocab_size, (count, self.high))
+            rows: np.ndarray = np.zeros((count, length + 1), dtype=dtype)
+            columns = np.arange(length) % periods[:, None]
+            rows[:, :-1] = np.take_along_axis(segments, columns, axis=1)
+            offsets = np.arange(count + 1, dtype=np.int64) * (length + 1)
+            names = [f"{name}-{i:05}" for i in range(count)]
+            splits.append(TokenSplit(name, rows.reshape(-1), offsets, names))
+        digest = hashlib.sha256()
+        for split in splits:
+            digest.update(split.tokens.astype("<u4").tobytes())
+        train, validation, test = splits
+        return TokenData(train, validation, test, None, vocab_size, digest.hexdigest())

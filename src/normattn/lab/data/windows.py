@@ -44,11 +44,6 @@ class EvaluationSet:
         return len(self.windows)
 
     @property
-    def scored(self) -> slice:
-        """The scored targets."""
-        return slice(self.start, self.length)
-
-    @property
     def copyable(self) -> Bool[np.ndarray, "w length"] | None:
         """Whether target t occurs earlier in its context; None for natural windows.
 
@@ -132,10 +127,7 @@ def last_segment_sets(
     max_windows: int = 256,
     seed: int = 0,
 ) -> list[EvaluationSet]:
-    """Return a set for every m in `multiples`: the same last L targets after m·L tokens of context.
-
-    Row w scores the same tokens in every set.
-    """
+    """Return a set for every m: the same last L targets after m·L tokens of context."""
     longest = natural_set("last_segment", split, train_length, max(multiples), max_windows, seed)
     return [
         replace(
@@ -158,15 +150,12 @@ def window_length(train_length: int, multiple: int) -> int:
     return train_length * multiple
 
 
-def choose_windows(
-    split: TokenSplit, size: int, max_windows: int, seed: int
-) -> Int64[np.ndarray, "w 2"]:
-    """Return up to `max_windows` disjoint windows of `size` tokens as (document, first token).
+def choose_windows(split: TokenSplit, size: int, max_windows: int, seed: int) -> np.ndarray:
+    """Return up to `max_windows` disjoint windows of `size` tokens as rows (document, first token).
 
-    Every round takes a window from each document that has another one. The last round takes a
-    random subset of the documents.
+    Every round takes a window from each document that has another one, the last from some of them.
     """
-    documents = split.documents_at_least(size)
+    documents = np.flatnonzero(split.lengths >= size)
     if len(documents) == 0:
         longest = int(split.lengths.max()) if len(split) else 0
         raise InputError(
@@ -177,7 +166,10 @@ def choose_windows(
     random = np.random.default_rng([seed, size])
     order = random.permutation(len(documents))
     available = split.lengths[documents] // size
-    counts = _distribute(available[order], max_windows)
+    counts = np.zeros_like(available)
+    while max_windows > 0 and (unused := np.flatnonzero(counts < available[order])).size:
+        counts[unused[:max_windows]] += 1
+        max_windows -= len(unused)
     starts = []
     for rank in np.flatnonzero(counts):
         document, windows = documents[order[rank]], available[order[rank]]
@@ -188,28 +180,9 @@ def choose_windows(
     return np.array(sorted(starts), dtype=np.int64)
 
 
-def _distribute(available: Int64[np.ndarray, "n"], total: int) -> Int64[np.ndarray, "n"]:
-    """Distribute `total` windows over documents, as evenly as `available` allows."""
-    counts = np.zeros_like(available)
-    while total > 0:
-        unused = np.flatnonzero(counts < available)
-        if len(unused) == 0:
-            break
-        # Assign whole rounds while every document has enough, then the remainder in order.
-        rounds = min(total // len(unused), int((available - counts)[unused].min()))
-        if rounds == 0:
-            unused, rounds = unused[:total], 1
-        counts[unused] += rounds
-        total -= rounds * len(unused)
-    return counts
-
-
 @dataclass(frozen=True)
 class MaskedSet:
-    """Held-out windows with masked tokens, the same for every model.
-
-    `rows` are W windows, each inside one document; `documents` has their names.
-    """
+    """Held-out windows, each inside one document, with masked tokens; equal for every model."""
 
     length: int
     rows: MaskedRows

@@ -53,8 +53,7 @@ def attention_of(
 class ResidualSum:
     """Turns inputs with residual scores into equivalent inputs of one layer.
 
-    Call it for every layer of a forward pass, bottom first. The residual scores of an encoder and
-    a decoder are summed separately.
+    Call it for every layer of a forward pass, bottom first. Encoder and decoder are independent.
     """
 
     def __init__(self) -> None:
@@ -88,9 +87,7 @@ def attention_weights(
     """
     tokens = text.shape[0] if length is None else length
     if not 0 < tokens <= MAX_TOKENS:
-        raise InputError(
-            f"attention can be shown for 1 to {MAX_TOKENS} tokens, but the text has {tokens}"
-        )
+        raise InputError(f"attention is shown for 1 to {MAX_TOKENS} tokens, not for {tokens}")
     recorder = _WeightRecorder(layer_names(model) if names is None else names)
     reader: Callable[[Tensor], Any] = getattr(model, "hidden", model) if read is None else read
     with torch.no_grad(), without_dropout(model), observing(recorder):

@@ -6,7 +6,7 @@ Legend: B batch, H heads, R sampled queries, S keys, D documents, N layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -49,7 +49,9 @@ def measure_depth(
     widths = {"variance": layers + 1, "entropy": layers}
     widths |= dict.fromkeys(("agreement", "agreement_mean"), layers - 1)
     sums = {name: np.zeros((count, width)) for name, width in widths.items()}
-    for rows in _batches(texts, max(1, tokens_per_batch // texts.length)):
+    step = max(1, tokens_per_batch // texts.length)
+    for first in range(0, len(texts), step):
+        rows = slice(first, first + step)
         statistics = _TextStatistics()
         with torch.no_grad(), without_dropout(model), observing(statistics):
             ids = torch.from_numpy(texts.rows.ids[rows]).to(device)
@@ -61,27 +63,21 @@ def measure_depth(
 
 
 def layer_gradients(model: MaskedLM, texts: MaskedSet, rows: int) -> list[list[float]]:
-    """Return ‖∂ loss / ∂ θ_l‖ of each layer l for each `rows` texts, without dropout.
-
-    Empty if layers share their weights. Deletes the model's gradients.
-    """
+    """Return ‖∂ loss / ∂ θ_l‖ of each layer for each `rows` texts; [] if layers share weights."""
     if model.config.shared_layers:
         return []
     device = next(model.parameters()).device
     gradients = []
-    for chosen in _batches(texts, rows):
+    for first in range(0, len(texts), rows):
         model.zero_grad(set_to_none=True)
-        batch = (torch.from_numpy(array[chosen]).to(device) for array in texts.rows)
+        chosen = (array[first : first + rows] for array in texts.rows)
+        batch = (torch.from_numpy(array).to(device) for array in chosen)
         with without_dropout(model):
             torch.autograd.backward(model.loss(*batch).loss)
         by_block = ([p.grad for p in b.parameters() if p.grad is not None] for b in model.blocks)
         gradients.append([float(torch.nn.utils.get_total_norm(block)) for block in by_block])
     model.zero_grad(set_to_none=True)
     return gradients
-
-
-def _batches(texts: MaskedSet, rows: int) -> Iterator[slice]:
-    return (slice(first, first + rows) for first in range(0, len(texts), rows))
 
 
 class _TextStatistics(Observer):

@@ -24,14 +24,13 @@ from normattn.models.utils import without_dropout
 
 Array = NDArray[np.float64]
 Collecting = Callable[..., AbstractContextManager[Collector]]
-POSITION_BINS = 16
 
 
 def inspect_model(
     model: nn.Module,
     rows: Shaped[Tensor, "b *t"],
     *,
-    bins: int = POSITION_BINS,
+    bins: int = 16,
     reach: bool = True,
     cosines: bool = False,
     tokens_per_batch: int = 8192,
@@ -91,9 +90,8 @@ def by_position(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
 
 def by_head(measured: pl.DataFrame, statistic: str, layer: int) -> Array:
     """Return a statistic over all positions, (H,): the mean, or the extreme for extremes."""
-    if statistic in EXTREMES:
+    if (sign := EXTREMES.get(statistic)) is not None:
         grid = by_position(measured, statistic, layer)
-        sign = EXTREMES[statistic]
         return sign * np.asarray(np.fmax.reduce(sign * grid, axis=-1, initial=np.nan))
     return _divide(*(array.sum(-1) for array in totals(measured, statistic, layer)))
 

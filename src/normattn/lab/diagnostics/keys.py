@@ -32,11 +32,8 @@ TAIL = 0.001
 REGIONS = ("near inside", "near outside", "far inside", "far outside")
 """Pairs by distance i − j < L (near) or ≥ L (far), inside or outside the trained cosines."""
 
-# Norms with a smaller relative spread differ by rounding only.
-_MIN_SPREAD = 1e-4
-# Relative resolution of norms: rotation changes a norm by less.
-_RESOLUTION = 1e-5
-# Query rows of a block.
+MIN_SPREAD = 1e-4
+"""Norms of a smaller `spread` differ by rounding only, as after a normalisation without gain."""
 _BLOCK_ROWS = 64
 
 
@@ -67,9 +64,7 @@ def observe_scores(model: nn.Module, record: Callable[[LayerInputs], None]) -> I
                 "the method to inspect the score"
             )
         if spec.forgets:
-            raise InputError(
-                f"{spec.name} has a forgetting gate, which is added to the score later"
-            )
+            raise InputError(f"{spec.name} has a forgetting gate, which is added later")
         record(LayerInputs(layers[score], args[1], inputs))
 
     with ExitStack() as stack:
@@ -79,39 +74,23 @@ def observe_scores(model: nn.Module, record: Callable[[LayerInputs], None]) -> I
 
 
 def rank_correlation(a: Float[Tensor, "*rows n"], b: Float[Tensor, "*rows n"]) -> Tensor:
-    """Return Spearman's correlation along the last axis, in float64.
+    """Return Spearman's correlation along the last axis, in float64; NaN if a side is constant."""
+    from scipy.stats import rankdata  # Slow to import.
 
-    Ties have the mean of their ranks. NaN if all values of one side are equal.
-    """
-    x, y = _ranks(a), _ranks(b)
+    x, y = (torch.from_numpy(rankdata(x.double().cpu(), axis=-1)).to(x.device) for x in (a, b))
     x, y = x - x.mean(-1, keepdim=True), y - y.mean(-1, keepdim=True)
     scale = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
     return torch.where(scale > 0, (x * y).sum(-1) / scale, torch.nan)
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Return ranks in float64, ties at their mean."""
-    from scipy.stats import rankdata  # Slow to import.
-
-    return torch.from_numpy(rankdata(values.double().cpu(), axis=-1)).to(values.device)
-
-
 def mean_direction(k: Float[Tensor, "b g s d"]) -> Float[Tensor, "b g"]:
-    """Return ‖mean_j k_j/‖k_j‖‖² in float64: the share of the unit keys' energy in their mean.
-
-    1 if all keys have the same direction, 1/S for S orthogonal keys.
-    """
+    """Return ‖mean_j k_j/‖k_j‖‖² in float64: 1 for one direction, 1/S for orthogonal keys."""
     return normalize(k.double(), dim=-1).mean(-2).square().sum(-1)
 
 
 def spread(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     """Return the standard deviation of the norms over their mean."""
     return norms.std(-1, correction=0) / norms.mean(-1)
-
-
-def varied(norms: Float[Tensor, "*rows n"]) -> Tensor:
-    """Return whether norms differ by more than rounding. After a norm without gain they do not."""
-    return spread(norms) > _MIN_SPREAD
 
 
 def position_correlation(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
@@ -121,7 +100,7 @@ def position_correlation(norms: Float[Tensor, "*rows n"]) -> Float[Tensor, "*row
     rounding errors must not rank them. NaN if all norms are equal or fewer than two remain.
     """
     norms = norms[..., FIRST:]
-    norms = (norms / (norms.mean(-1, keepdim=True) * _RESOLUTION)).round()
+    norms = (norms / (norms.mean(-1, keepdim=True) * 1e-5)).round()
     order = torch.arange(norms.shape[-1], dtype=torch.float64, device=norms.device)
     return rank_correlation(norms, order.expand(norms.shape))
 
@@ -148,10 +127,7 @@ def received_attention(captured: LayerInputs, horizon: int) -> Float[Tensor, "b 
 
 @torch.no_grad()
 def count_cosines(captured: LayerInputs) -> CosineCounts:
-    """Count cos(P_i N(q_i), P_j N(k_j)) over all visible pairs, in float64.
-
-    Queries and keys are rotated and normalised, so that the cosines depend on the length.
-    """
+    """Count cos(P_i N(q_i), P_j N(k_j)) over all visible pairs, in float64."""
     p = captured.inputs
     counted = cosine_counts(replace(p, q=p.q.double(), k=p.k.double()))
     return CosineCounts(counted.counts[:, :, 0], counted.least[:, :, 0], counted.most[:, :, 0])
@@ -183,10 +159,9 @@ def pairs_by_region(
         far = _as_mask(distance >= length)
         pairs += _by_region(visible, outside, far)
         late = _as_mask((captured.inputs.mask.query[..., rows] >= length)[..., None])
-        weights = attention_of(
-            captured.inputs, torch.arange(rows.start, rows.stop, device=q.device)
-        )
-        attention += _by_region(weights.double() * late, outside, far)
+        queries = torch.arange(rows.start, rows.stop, device=q.device)
+        weights = attention_of(captured.inputs, queries).double()
+        attention += _by_region(weights * late, outside, far)
     return pairs, attention
 
 
@@ -196,8 +171,7 @@ def products_by_distance(
 ) -> tuple[Float[Tensor, "b h bins"], Float[Tensor, "b h bins"]]:
     """Return Σ q_i · k_j over the visible pairs by distance i − j, and the number of pairs.
 
-    Bin n has the distances from edges[n] to edges[n + 1] − 1. The products are logits without
-    biases and caps.
+    Bin n has the distances edges[n] … edges[n + 1] − 1. Products have no biases or caps.
     """
     q, k = captured.inputs.q.double(), captured.inputs.k.double()
     total = q.new_zeros(*q.shape[:2], len(edges) - 1)

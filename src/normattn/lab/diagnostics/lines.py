@@ -18,12 +18,10 @@ class LayerLine(Settings):
     """One layer at one step: a number per query head (norms of keys: per key head), or None.
 
     - `entropy`: mean over queries of H = lse − E[s], in nats.
-    - `entropy_share`: mean of H / ln n over queries with n ≥ 2 visible keys (a learned sink counts
-      as one).
+    - `entropy_share`: mean of H / ln n over queries with n ≥ 2 visible keys (or a learned sink).
     - `largest`: largest logit of any visible pair.
     - `first_mass`, `sink_mass`: mean weight on the key at position 0 and on the learned sink.
-    - `q_norm`, `k_norm`: mean norms of the projections; `q_normed`, `k_normed` after the score's
-      normalisation.
+    - `q_norm`, `k_norm`: mean norms of the projections; `q_normed`, `k_normed` when normalised.
     """
 
     entropy: Heads
@@ -51,14 +49,10 @@ class DiagnosticsLine(Settings):
 
 
 def read_diagnostics(run: Path) -> list[DiagnosticsLine]:
-    """Return the diagnostics of a run; [] if it has none.
-
-    `run` is the run's directory or the file. Raises `InputError` for a damaged file.
-    """
+    """Return the diagnostics of a run's folder or a file, [] if none; `InputError` if damaged."""
     path = run / FILE if run.is_dir() else run
     try:
         return [DiagnosticsLine.model_validate(line) for line in read_metrics(path)]
     except ValidationError as error:
-        raise InputError(
-            f"{path} holds a line that is not a line of diagnostics: {explain(error)}"
-        ) from None
+        problem = f"holds a line that is not a line of diagnostics: {explain(error)}"
+        raise InputError(f"{path} {problem}") from None

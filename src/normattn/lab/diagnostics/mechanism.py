@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,23 +17,8 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.kernels.cosines import BINS
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.diagnostics.keys import (
-    FIRST,
-    REGIONS,
-    Array,
-    LayerInputs,
-    count_cosines,
-    mean_direction,
-    observe_scores,
-    pairs_by_region,
-    position_correlation,
-    products_by_distance,
-    rank_correlation,
-    received_attention,
-    spread,
-    trained_range,
-    varied,
-)
+from normattn.lab.diagnostics import keys
+from normattn.lab.diagnostics.keys import FIRST, REGIONS, Array, LayerInputs
 from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.models import CausalLM
 from normattn.models.utils import without_dropout
@@ -41,12 +26,6 @@ from normattn.models.utils import without_dropout
 READINGS = ("alone", "unmodified", "clamped")
 """The last L tokens without context; after the whole text; the same with relative positions clamped
 to L − 1 (ReRoPE, w = L − 1), so that none is unseen."""
-AXES: Mapping[str, tuple[str, Sequence[float]]] = {
-    "cosine": ("cosine", np.linspace(-1.0, 1.0, BINS + 1).tolist()),
-    "pairs": ("region", range(len(REGIONS))),
-    "attention": ("region", range(len(REGIONS))),
-}
-"""The axis and bin edges of statistics with bins."""
 
 
 def measure_mechanism(
@@ -69,11 +48,7 @@ def measure_mechanism(
     - `position`: Spearman's correlation of ‖k_j‖ with j for j ≥ F; `position_size`: its size
       (`size_by_split_sign`). Both need F + 2 tokens.
 
-    At both lengths:
-
-    - `cosine` by head, in equal bins over −1 … 1.
-
-    At the longer length:
+    At both lengths `cosine` by head, in equal bins over −1 … 1. At the longer length:
 
     - `pairs` (visible pairs) and `attention` (Σ α over queries at i ≥ L) by region.
     - `product`: q_i · k_j by distance, in octaves, one of which begins at L.
@@ -87,12 +62,12 @@ def measure_mechanism(
     batches = [slice(first, first + rows) for first in range(0, len(texts), rows)]
     with without_dropout(model), torch.no_grad():
         for batch in batches:
-            with observe_scores(model, partial(measured.add_train_length, batch)):
+            with keys.observe_scores(model, partial(measured.add_train_length, batch)):
                 model.hidden(measured.ids(batch, texts.train_length))
         # The range at L needs all texts.
-        inside = torch.from_numpy(trained_range(measured.near.sums["cosine"].sum(0)))
+        inside = torch.from_numpy(keys.trained_range(measured.near.sums["cosine"].sum(0)))
         for batch in batches:
-            with observe_scores(model, partial(measured.add_beyond, batch, inside)):
+            with keys.observe_scores(model, partial(measured.add_beyond, batch, inside)):
                 model.hidden(measured.ids(batch, texts.length))
             measured.add_last(batch)
             progress(min(batch.stop, len(texts)), len(texts))
@@ -122,7 +97,14 @@ class DocumentSums:
 
     def rows(self, octaves: Sequence[int]) -> list[pl.DataFrame]:
         """Return every statistic by document, layer and head."""
-        frames, axes = [], {**AXES, "product": ("distance", octaves)}
+        regions, cosines = range(len(REGIONS)), np.linspace(-1.0, 1.0, BINS + 1).tolist()
+        axes: dict[str, tuple[str, Sequence[float]]] = {
+            "cosine": ("cosine", cosines),
+            "pairs": ("region", regions),
+            "attention": ("region", regions),
+            "product": ("distance", octaves),
+        }
+        frames = []
         for name, total in self.sums.items():
             axis, edges = axes.get(name, ("", None))
             for layer, head in product(range(self.layers), range(total.shape[2])):
@@ -137,12 +119,10 @@ class _Mechanism:
 
     def __init__(self, model: CausalLM, texts: EvaluationSet) -> None:
         self.model, self.texts, self.length = model, texts, texts.train_length
-        self.near, self.far = (
-            DocumentSums(texts.documents, model.config.layers) for _ in ("near", "far")
-        )
+        self.near = DocumentSums(texts.documents, model.config.layers)
+        self.far = DocumentSums(texts.documents, model.config.layers)
+        self.last = DocumentSums(texts.documents, len(READINGS))  # By reading instead of layer.
         self.octaves = distance_octaves(self.length, texts.length)
-        shape = (len(self.near.names), len(READINGS))
-        self.last = {name: np.zeros(shape) for name in ("accuracy", "loss", "tokens")}
 
     def ids(self, batch: slice, length: int) -> Tensor:
         ids = np.array(self.texts.windows[batch, :length], dtype=np.int64)
@@ -151,43 +131,44 @@ class _Mechanism:
     def add_train_length(self, batch: slice, captured: LayerInputs) -> None:
         """Add the statistics of a layer in texts of L tokens."""
         add = partial(self.near.add, batch=batch, layer=captured.layer)
-        counts = count_cosines(captured).counts
+        counts = keys.count_cosines(captured).counts
         add("cosine", values=counts, of=counts.double())
-        received = received_attention(captured, max(1, self.length // 2))
-        heads, keys = received.shape[1:]
-        add("mean_direction", values=mean_direction(captured.key))
-        for side, key in (("", captured.inputs.k), ("raw_", captured.key)):
-            norms = torch.linalg.vector_norm(key.double(), dim=-1)
-            if not side and self.length >= FIRST + 2:
-                differ = varied(norms[..., FIRST:])
-                position = torch.where(differ, position_correlation(norms), 0.0)
-                add("position", values=position, of=differ)
-            norms = norms.repeat_interleave(heads // norms.shape[1], 1)[..., :keys]
-            correlation = rank_correlation(norms, received).nan_to_num(0.0)
-            if side:
-                add("raw_correlation", values=correlation)
-            else:
-                differ = varied(norms)
-                add("correlation", values=torch.where(differ, correlation, 0.0), of=differ)
-                add("spread", values=spread(norms).nan_to_num(0.0))
+        received = keys.received_attention(captured, max(1, self.length // 2))
+        heads, count = received.shape[1:]
+        add("mean_direction", values=keys.mean_direction(captured.key))
+        sides = captured.inputs.k.double(), captured.key.double()
+        norms, raw = (torch.linalg.vector_norm(key, dim=-1) for key in sides)
+        if self.length >= FIRST + 2:
+            differ = keys.spread(norms[..., FIRST:]) > keys.MIN_SPREAD
+            position = torch.where(differ, keys.position_correlation(norms), 0.0)
+            add("position", values=position, of=differ)
+        # A key has a norm for each query head that reads it.
+        norms, raw = (x.repeat_interleave(heads // x.shape[1], 1) for x in (norms, raw))
+        norms, raw = norms[..., :count], raw[..., :count]
+        spread = keys.spread(norms)
+        differ = spread > keys.MIN_SPREAD
+        correlation = torch.where(differ, keys.rank_correlation(norms, received), 0.0)
+        add("correlation", values=correlation.nan_to_num(0.0), of=differ)
+        add("spread", values=spread.nan_to_num(0.0))
+        add("raw_correlation", values=keys.rank_correlation(raw, received).nan_to_num(0.0))
 
     def add_beyond(self, batch: slice, inside: Tensor, captured: LayerInputs) -> None:
         """Add the statistics of a layer in whole texts; `inside` is each head's trained range."""
         add = partial(self.far.add, batch=batch, layer=captured.layer)
-        counts = count_cosines(captured).counts
+        counts = keys.count_cosines(captured).counts
         add("cosine", values=counts, of=counts.double())
         inside = inside[captured.layer].to(captured.inputs.q.device)
-        pairs, attention = pairs_by_region(captured, inside, self.length)
+        pairs, attention = keys.pairs_by_region(captured, inside, self.length)
         add("pairs", values=pairs, of=pairs.sum(-1, keepdim=True))
         octaves = torch.tensor(self.octaves)
-        products, count = products_by_distance(captured, octaves.to(captured.inputs.q.device))
+        products, count = keys.products_by_distance(captured, octaves.to(captured.inputs.q.device))
         add("product", values=products, of=count)
         late = (captured.inputs.mask.query >= self.length).sum(-1)
         add("attention", values=attention, of=late.expand(len(pairs))[:, None, None].double())
 
     def add_last(self, batch: slice) -> None:
         """Score the last L tokens of a batch in each of the `READINGS`."""
-        ids, rows = self.ids(batch, self.texts.length + 1), self.near.of_text[batch]
+        ids = self.ids(batch, self.texts.length + 1)
         for number, reading in enumerate(READINGS):
             with ExitStack() as stack:
                 if reading == "clamped":
@@ -199,9 +180,8 @@ class _Mechanism:
                 alone = reading == "alone"
                 scores = self.model.token_scores(ids[:, -self.length - 1 :] if alone else ids)
             for name, values in (("accuracy", scores.correct), ("loss", scores.loss)):
-                last = values[:, -self.length :].double().sum(-1).cpu().numpy()
-                np.add.at(self.last[name][:, number], rows, last)
-            np.add.at(self.last["tokens"][:, number], rows, float(self.length))
+                last = values[:, -self.length :].double().sum(-1)
+                self.last.add(f"last_{name}", batch, number, last, float(self.length))
 
     def frame(self, seed: int, weights: str) -> pl.DataFrame:
         if "position" in self.near.sums:
@@ -221,12 +201,12 @@ class _Mechanism:
         )
         bins: dict[str, Any] = {"axis": "reading", "edges": range(len(READINGS))}
         last = [
-            sums(f"last_{name}", self.near.names, self.last[name], self.last["tokens"], **bins)
-            for name in ("accuracy", "loss")
+            sums(name, self.last.names, total, self.last.counts[name], **bins)
+            for name, total in self.last.sums.items()
         ]
-        far = replace(near, length=self.texts.length)
-        by_layer = [totals.rows(self.octaves) for totals in (self.near, self.far)]
-        return concat([with_identity(near, by_layer[0]), with_identity(far, [*by_layer[1], *last])])
+        far, far_rows = replace(near, length=self.texts.length), self.far.rows(self.octaves)
+        near_frame = with_identity(near, self.near.rows(self.octaves))
+        return concat([near_frame, with_identity(far, [*far_rows, *last])])
 
 
 def distance_octaves(train_length: int, length: int) -> list[int]:

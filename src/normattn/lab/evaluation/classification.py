@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -28,16 +27,10 @@ from normattn.models.flops import parameter_count
 from normattn.models.utils import without_dropout
 from normattn.models.vision_transformer import VisionTransformer
 
-THRESHOLDS = np.linspace(0.01, 0.99, 99)
-"""Candidate thresholds, tuned on the development set."""
-
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions and true labels of N documents and K labels.
-
-    `loss` (N,) is the binary cross-entropy of each document in nats, the mean over labels.
-    """
+    """Probabilities, true labels, and the `loss` in nats of each document, a mean over labels."""
 
     probabilities: Float32[np.ndarray, "n k"]
     true: Bool[np.ndarray, "n k"]
@@ -84,7 +77,7 @@ def tune_threshold(predictions: Predictions) -> tuple[float, float]:
     Among equally good ones, the nearest to ½. Use only the development set.
     """
     scores = {}
-    for threshold in THRESHOLDS.round(2).tolist():
+    for threshold in np.linspace(0.01, 0.99, 99).round(2).tolist():
         predicted = predictions.probabilities >= threshold
         hits = np.count_nonzero(predicted & predictions.true)
         marked = np.count_nonzero(predicted) + np.count_nonzero(predictions.true)
@@ -99,7 +92,6 @@ def evaluate_classifier(
     identity: Identity,
     *,
     precision: Precision = "fp32",
-    max_tokens: int = 16384,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pl.DataFrame:
     """Tune the threshold on the development set, then measure every document of the test set.
@@ -108,26 +100,18 @@ def evaluate_classifier(
     predicted + true), and its loss in nats. For the model, under the protocol "training": its
     parameters, the threshold, and micro F1 (0 … 1) on the development set.
     """
-    settings: dict[str, Any] = {"max_tokens": max_tokens, "precision": precision}
-    development = predict(model, data.split("validation"), data.pad_id, **settings)
+    development = predict(model, data.validation, data.pad_id, precision=precision)
     threshold, micro_f1 = tune_threshold(development)
-    split = data.split("test")
-    predictions = predict(model, split, data.pad_id, **settings, progress=progress)
+    predictions = predict(model, data.test, data.pad_id, precision=precision, progress=progress)
     identity = replace(identity, split="test", data=data.fingerprint, weights=weights_digest(model))
-    facts = {
-        "parameters": parameter_count(model),
-        "threshold": threshold,
-        "development_micro_f1": micro_f1,
-    }
-    return concat(
-        [
-            with_identity(identity, document_sums(predictions, threshold, split.names)),
-            with_identity(
-                replace(identity, protocol="training"),
-                [scalar(name, float(value)) for name, value in facts.items()],
-            ),
-        ]
-    )
+    by_document = document_sums(predictions, threshold, data.test.names)
+    facts = [
+        scalar("parameters", float(parameter_count(model))),
+        scalar("threshold", threshold),
+        scalar("development_micro_f1", micro_f1),
+    ]
+    of_model = with_identity(replace(identity, protocol="training"), facts)
+    return concat([with_identity(identity, by_document), of_model])
 
 
 def document_sums(
@@ -149,10 +133,7 @@ def measure_images(
     rows: int = 256,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[pl.DataFrame]:
-    """Return the correctness and loss in nats of every image, `rows` at a time.
-
-    `progress` receives the number of images done and the total.
-    """
+    """Return the correctness and loss in nats of every image, `rows` at a time."""
     device = next(model.parameters()).device
     values: dict[str, list[float]] = {"accuracy": [], "loss": []}
     for chosen in batches(len(split), rows):

@@ -1,4 +1,4 @@
-"""Evaluate a language model with every inference-time method on sets of windows."""
+"""Evaluate a language model with every inference-time method on windows and retrieval tasks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
 from normattn.errors import NormattnError
 from normattn.lab.data.retrieval import RetrievalSet
 from normattn.lab.data.windows import EvaluationSet
-from normattn.lab.evaluation.retrieval import evaluate_retrieval
 from normattn.lab.evaluation.scorer import (
     AnySet,
     CachedScorer,
@@ -22,7 +22,6 @@ from normattn.lab.evaluation.scorer import (
     Precision,
     TokenScorer,
     batches,
-    rows_per_batch,
     scores_from,
     set_identity,
     weights_digest,
@@ -51,37 +50,36 @@ def evaluate_cell(
     input tokens of a batch, and affects results only by rounding. Raises `NormattnError` if a loss
     is not finite.
     """
-    rows = rows_per_batch(tokens_per_batch, evaluation_set.length)
-    edges = _edges(evaluation_set)
+    length, train_length = evaluation_set.length, evaluation_set.train_length
+    if evaluation_set.protocol == "by_position":
+        edges = rising_edges(length, train_length)
+    else:
+        edges = bin_edges(evaluation_set.start, length, train_length)
     identity = set_identity(model, evaluation_set)
+    documents, segments = evaluation_set.documents, evaluation_set.segments
 
     def measure() -> pl.DataFrame:
-        counts = _count(scorer, evaluation_set, edges, rows, model.name)
-        documents = evaluation_set.documents
+        rows = max(1, tokens_per_batch // length)
+        counts = _count_by_position(scorer, evaluation_set, edges, rows, model.name)
         frames = [
             sums(name, documents, total, of, axis="position", edges=edges)
             for name, (total, of) in counts.items()
         ]
-        if "accuracy_seen" in counts:
-            frames.append(_by_distance(evaluation_set, *counts["accuracy_seen"]))
+        if segments is not None:
+            # An earlier occurrence of a token is segment − 1 tokens before its query.
+            periods = np.unique(segments)
+            member = segments[:, None] == periods
+            right, of = (count.sum(1)[:, None] * member for count in counts["accuracy_seen"])
+            bins: dict[str, Any] = {"axis": "distance", "edges": (periods - 1).tolist()}
+            frames.append(sums("accuracy_by_distance", documents, right, of, **bins))
         return with_identity(identity, frames)
 
-    distances = [] if evaluation_set.segments is None else ["accuracy_by_distance"]
+    distances = [] if segments is None else ["accuracy_by_distance"]
     key = digest(identity.columns(), edges, *distances)
     return measure() if store is None else store.once(key, measure)
 
 
-def _by_distance(texts: EvaluationSet, right: Sums, of: Sums) -> pl.DataFrame:
-    """Return the accuracy of copyable tokens by their distance, which is segment − 1."""
-    assert texts.segments is not None
-    segments = np.unique(texts.segments)
-    member = texts.segments[:, None] == segments
-    correct, tokens = (counts.sum(1)[:, None] * member for counts in (right, of))
-    bins: dict[str, Any] = {"axis": "distance", "edges": (segments - 1).tolist()}
-    return sums("accuracy_by_distance", texts.documents, correct, tokens, **bins)
-
-
-def _count(
+def _count_by_position(
     scorer: TokenScorer, texts: EvaluationSet, edges: tuple[int, ...], rows: int, name: str
 ) -> dict[str, tuple[Sums, Sums]]:
     """Return the sum and count of each statistic by window and bin."""
@@ -124,14 +122,12 @@ def bin_edges(start: int, length: int, train_length: int) -> tuple[int, ...]:
     lengths, bins after the first training length grow by 2^(1/4) each.
     """
     width = max(1, train_length // 4)
-    if length <= 16 * max(train_length, 4):
-        inner = range(width, length, width)
-        return (start, *(edge for edge in inner if edge > start), length)
-    near = list(range(width, train_length + 1, width))
-    octaves = np.arange(1, 4 * np.log2(length / train_length) + 1)
-    far = [round(train_length * 2 ** (octave / 4)) for octave in octaves]
-    inner_edges = sorted({edge for edge in (*near, *far) if start < edge < length})
-    return (start, *inner_edges, length)
+    inner = list(range(width, length, width))
+    if length > 16 * max(train_length, 4):
+        steps = np.arange(1, 4 * np.log2(length / train_length) + 1)
+        far = [round(train_length * 2 ** (step / 4)) for step in steps]
+        inner = [*range(width, train_length + 1, width), *far]
+    return (start, *sorted({edge for edge in inner if start < edge < length}), length)
 
 
 def rising_edges(length: int, train_length: int) -> tuple[int, ...]:
@@ -144,11 +140,68 @@ def rising_edges(length: int, train_length: int) -> tuple[int, ...]:
     return (0, *sorted({edge for edge in (*below, *above) if 0 < edge < length}), length)
 
 
-def _edges(evaluation_set: EvaluationSet) -> tuple[int, ...]:
-    length, train_length = evaluation_set.length, evaluation_set.train_length
-    if evaluation_set.protocol == "by_position":
-        return rising_edges(length, train_length)
-    return bin_edges(evaluation_set.start, length, train_length)
+def evaluate_retrieval(
+    scorer: TokenScorer,
+    retrieval: RetrievalSet,
+    model: Identity,
+    *,
+    store: MeasurementStore | None = None,
+    tokens_per_batch: int = 16384,
+) -> pl.DataFrame:
+    """Measure a task at one length by sample and depth, or return the stored measurements.
+
+    Statistics: `exact` (the whole answer is right), `accuracy` and `loss` of the answers' tokens.
+    The factor `task` is the task. Tokens are scored with the true tokens before them, so an answer
+    is exact if and only if greedy decoding gives it. `tokens_per_batch` bounds the input tokens of
+    a batch. Raises `NormattnError` if a loss is not finite.
+    """
+    rows = max(1, tokens_per_batch // retrieval.length)
+    identity = set_identity(model, retrieval, task=retrieval.task)
+
+    def measure() -> pl.DataFrame:
+        correct, loss = _count_answers(scorer, retrieval, rows, model.name)
+        tokens = np.tile(retrieval.scored.sum(axis=1)[:, None], (1, len(retrieval.depths)))
+        statistics = {
+            "exact": (correct == tokens, 1.0 * (tokens > 0)),
+            "accuracy": (correct, tokens),
+            "loss": (loss, tokens),
+        }
+        # The bootstrap's units are samples, even if several have filler from one document.
+        samples = [f"{number:04d} {name}" for number, name in enumerate(retrieval.documents)]
+        frames = [
+            sums(name, samples, total, of, axis="depth", edges=retrieval.depths)
+            for name, (total, of) in statistics.items()
+        ]
+        return with_identity(identity, frames)
+
+    key = digest(identity.columns())
+    return measure() if store is None else store.once(key, measure)
+
+
+def _count_answers(
+    scorer: TokenScorer, retrieval: RetrievalSet, rows: int, name: str
+) -> tuple[Int64[np.ndarray, "samples depths"], Float64[np.ndarray, "samples depths"]]:
+    """Return the number of correct scored tokens of each window, and their summed loss."""
+    samples, depths, width = retrieval.windows.shape
+    windows = retrieval.windows.reshape(-1, width)
+    scored = np.repeat(retrieval.scored, depths, axis=0)
+    correct, loss = np.zeros(len(windows), np.int64), np.zeros(len(windows))
+    for part in batches(len(windows), rows):
+        mask = scored[part]
+        first = int(mask.any(axis=0).argmax())
+        scores = scores_from(scorer, torch.from_numpy(windows[part].astype(np.int64)), first)
+        # Losses have the full length, because the rounding of a sum depends on it.
+        losses = np.zeros(mask.shape)
+        mask = mask[:, first:]
+        losses[:, first:] = np.where(mask, scores.loss.double().cpu().numpy(), 0.0)
+        if not np.isfinite(losses).all():
+            raise NormattnError(
+                f"{name} gives a loss that is not finite in an answer of the {retrieval.task} "
+                f"windows of {retrieval.length} tokens"
+            )
+        correct[part] = (scores.correct.cpu().numpy() & mask).sum(axis=1)
+        loss[part] = losses.sum(axis=1)
+    return correct.reshape(samples, depths), loss.reshape(samples, depths)
 
 
 def evaluate_run(
@@ -164,7 +217,7 @@ def evaluate_run(
     row: str = "",
     factors: Mapping[str, Factor] | None = None,
     tokens_per_batch: int = 16384,
-    on_measured: Callable[[pl.DataFrame], None] | None = None,
+    on_measured: Callable[[pl.DataFrame], object] = lambda rows: None,
     on_method: Callable[[str], None] = lambda method: None,
 ) -> list[pl.DataFrame]:
     """Evaluate a trained model with each method on each set.
@@ -172,8 +225,7 @@ def evaluate_run(
     `methods` are "" (unmodified), "YaRN", "ReRoPE-logn+" and so on. `factor` is the extension
     factor of methods, the same for a whole table (default: the longest set over the training
     length). `split`, `factors` and `row` (default: the score's name) go into the measurements.
-    Measurements in `store` are not made again. `on_measured` is called after each set, `on_method`
-    after each method.
+    Measurements in `store` are not repeated. `on_measured` and `on_method` are called after each.
     """
     train_length = model.config.train_length
     if factor is None:
@@ -198,12 +250,10 @@ def evaluate_run(
         options: Any = {"store": store, "tokens_per_batch": tokens_per_batch}
         with nullcontext() if spec == trained else model.using(spec):
             for texts in evaluation_sets:
-                measure: Any = evaluate_cell
-                if isinstance(texts, RetrievalSet):
-                    measure = evaluate_retrieval
+                is_retrieval = isinstance(texts, RetrievalSet)
+                measure: Any = evaluate_retrieval if is_retrieval else evaluate_cell
                 rows: pl.DataFrame = measure(scorer, texts, identity, **options)
                 measured.append(rows)
-                if on_measured is not None:
-                    on_measured(rows)
+                on_measured(rows)
         on_method(method)
     return measured

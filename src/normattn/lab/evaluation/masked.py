@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from normattn.lab.data.tokens import TokenSplit
 from normattn.lab.data.windows import MaskedSet
+from normattn.lab.evaluation.scorer import batches
 from normattn.models.masked_lm import MaskedLM
 
 MARGIN = 0.1
@@ -18,20 +19,13 @@ MARGIN = 0.1
 
 
 def unigram_nats(counts: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-    """Return −ln((n_v + 1)/(N + V)) of every token v, in nats, (V,).
-
-    `counts` (V,) has n_v, the occurrences of each token in the training text; N is their sum.
-    """
+    """Return −ln((n_v + 1)/(N + V)) in nats of every token v, from its training count n_v."""
     smoothed = np.asarray(counts, np.float64) + 1.0
-    nats: NDArray[np.float64] = -np.log(smoothed / smoothed.sum())
-    return nats
+    return np.asarray(-np.log(smoothed / smoothed.sum()))
 
 
 def learnt_nothing(loss: float, unigram: float) -> bool:
-    """Return whether a loss in nats is not at least `MARGIN` below the unigram model's.
-
-    A constant prediction ends within a few hundredths of the unigram loss.
-    """
+    """Return whether a loss in nats is not at least `MARGIN` below the unigram model's."""
     return loss > unigram - MARGIN
 
 
@@ -50,9 +44,8 @@ class MaskedSums(NamedTuple):
 
 def documents_of(texts: MaskedSet) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return the sorted names of the documents, and the index of each text's document."""
-    names = tuple(sorted(set(texts.documents)))
-    indices = {name: index for index, name in enumerate(names)}
-    return names, np.array([indices[name] for name in texts.documents], dtype=np.int64)
+    names, document_of = np.unique(texts.documents, return_inverse=True)
+    return tuple(names.tolist()), document_of
 
 
 def score_masked(
@@ -61,25 +54,20 @@ def score_masked(
     tokens_per_batch: int = 16384,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MaskedSums:
-    """Score every chosen token of `texts`, without dropout.
-
-    `tokens_per_batch` bounds memory; `progress` receives the number of texts done and the total.
-    """
+    """Score every chosen token of `texts`, without dropout; `tokens_per_batch` bounds memory."""
     device = next(model.parameters()).device
     names, document_of = documents_of(texts)
     count = texts.rows.targets.shape[1]
     tokens = count * np.bincount(document_of, minlength=len(names))
     loss = np.zeros(len(names))
     correct = np.zeros((len(names), len(model.exits) + 1), dtype=np.int64)
-    step = max(1, tokens_per_batch // texts.length)
-    for first in range(0, len(texts), step):
-        rows = slice(first, first + step)
+    for rows in batches(len(texts), max(1, tokens_per_batch // texts.length)):
         batch = (torch.from_numpy(array[rows]).to(device) for array in texts.rows)
         scores = model.token_scores(*batch)
         np.add.at(loss, document_of[rows], scores.loss.double().sum(-1).cpu().numpy())
         hits = torch.cat([scores.exit_correct, scores.correct[None]]).sum(-1)
         np.add.at(correct, document_of[rows], hits.T.cpu().numpy())
-        progress(min(first + step, len(texts)), len(texts))
+        progress(min(rows.stop, len(texts)), len(texts))
     return MaskedSums(names, tokens, loss, correct)
 
 

@@ -23,6 +23,7 @@ from normattn.models.causal_lm import CausalLM
 TokenScorer = Callable[[Tensor], TokenScores]
 """Maps ids (b, T + 1) to the loss (b, T) in nats and the correctness (b, T) of tokens 1 … T."""
 
+AnySet = EvaluationSet | RetrievalSet
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -49,8 +50,7 @@ class CachedScorer:
     """Caches the scores of windows, because several protocols share them.
 
     The longest natural text, the last segment with the longest context, and the text by position
-    have the same windows if their number is the same. The cache takes 5 bytes a token. The model
-    must not change.
+    may have the same windows. The cache takes 5 bytes a token. The model must not change.
     """
 
     scorer: TokenScorer
@@ -77,19 +77,8 @@ def scores_from(scorer: TokenScorer, ids: Int[Tensor, "b t1"], first: int) -> To
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Return the autocast context of a precision."""
-    return torch.autocast(
-        device.type,
-        dtype=torch.float16 if precision == "fp16" else torch.bfloat16,
-        enabled=precision != "fp32",
-    )
-
-
-AnySet = EvaluationSet | RetrievalSet
-
-
-def rows_per_batch(tokens: int, length: int) -> int:
-    """Return how many windows of `length` fit into `tokens`, at least one."""
-    return max(1, tokens // length)
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, dtypes.get(precision), enabled=precision in dtypes)
 
 
 def batches(windows: int, rows: int) -> Iterator[slice]:

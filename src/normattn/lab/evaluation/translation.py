@@ -19,7 +19,6 @@ from normattn.models.beam_search import beam_search
 from normattn.models.translator import Translator
 from normattn.models.utils import without_dropout
 
-NOT_FINITE_LOSS = 1e6
 Array = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Receives the number of sentences done and the total."""
@@ -73,21 +72,19 @@ def score_references(
     """Return loss in nats, correct tokens and tokens of every sentence's reference.
 
     A batch has about `tokens_per_batch` padded tokens at most, which affects results only by
-    rounding. A loss that is not finite counts as `NOT_FINITE_LOSS` nats.
+    rounding. A loss that is not finite counts as 1e6 nats.
     """
     device = next(model.parameters()).device
     loss, correct, tokens = (np.zeros(len(split)) for _ in range(3))
     lengths, done = split.source.lengths + split.target.lengths + 3, 0
     with torch.inference_mode(), without_dropout(model):
         for chosen in batch_by_length(lengths, tokens_per_batch):
+            sides = ([ids(i) for i in chosen] for ids in (split.source_ids, split.target_ids))
             source, target = (
-                torch.from_numpy(pad_rows([ids_of(index) for index in chosen], PAD_ID)[0]).to(
-                    device
-                )
-                for ids_of in (split.source_ids, split.target_ids)
+                torch.from_numpy(pad_rows(side, PAD_ID)[0]).to(device) for side in sides
             )
             scores = model.token_scores(source, target)
-            nats = scores.loss.double().sum(-1).nan_to_num(NOT_FINITE_LOSS, NOT_FINITE_LOSS)
+            nats = scores.loss.double().sum(-1).nan_to_num(1e6, 1e6)
             loss[chosen] = nats.cpu().numpy()
             correct[chosen] = scores.correct.sum(-1).cpu().numpy()
             tokens[chosen] = (target[:, 1:] != PAD_ID).sum(-1).cpu().numpy()
@@ -97,10 +94,7 @@ def score_references(
 
 
 def unigram_loss(train: PairSplit, split: PairSplit, vocab_size: int) -> NDArray[np.float64]:
-    """Return the loss of `train`'s token frequencies on every reference of `split`, in nats.
-
-    The end of a sentence counts as a token.
-    """
+    """Return the loss in nats of `train`'s token frequencies on every reference and its end."""
     counts = np.bincount(np.asarray(train.target.values), minlength=vocab_size)
     counts[EOS_ID] += len(train)
     nats = unigram_nats(counts)

@@ -1,8 +1,7 @@
 """Checkpoints: tensors and metadata, written atomically and verified by checksums.
 
 `step-00000120/` has `meta.json` and `tensors.safetensors`, or the shards of several processes
-(`shard-….safetensors`). The last two checkpoints are kept, so that a complete one exists at every
-moment.
+(`shard-….safetensors`). The last two are kept, so that a complete one exists at every moment.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ from normattn.io import (
 )
 from normattn.terminal import warn
 
-KEEP_LAST = 2
 TENSORS = "tensors.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint in `path`: `tensors` by name (on the CPU) and metadata.
-
-    The tensors of a `sharded` checkpoint are not loaded.
-    """
+    """A verified checkpoint: `tensors` by name, on the CPU (none if `sharded`), and metadata."""
 
     path: Path
     step: int
@@ -57,11 +52,7 @@ class Checkpoints:
         self.path = path
 
     def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, then delete all but the last two.
-
-        Tensors must not share memory. Raises `InputError` if the disk is full; older checkpoints
-        then stay.
-        """
+        """Write tensors that share no memory as the checkpoint of `step`; keep the last two."""
 
         def fill(folder: Path) -> None:
             _write_meta(folder, step, meta, write_tensors(folder / TENSORS, tensors))
@@ -118,7 +109,7 @@ class Checkpoints:
                 folder.rename(aside)
 
     def _delete_old(self) -> None:
-        for old in self._folders()[:-KEEP_LAST]:
+        for old in self._folders()[:-2]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _folder(self, step: int) -> Path:

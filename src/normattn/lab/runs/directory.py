@@ -10,22 +10,24 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from normattn.errors import InputError
-from normattn.io import read_object, write_json
+from normattn.io import read_object, sha256_of, write_json
 from normattn.lab.runs.checkpoints import Checkpoints
 from normattn.lab.runs.metrics import MetricsLog
-from normattn.lab.runs.status import RunStatus, State, digests_of_files, read_status
+from normattn.lab.runs.status import RunStatus, State, read_status
 from normattn.locks import InUseError, locked
 from normattn.settings import differences
 
 FORMAT = 1
+_NOT_HASHED = {"config.json", "status.json", "environment.json", "timing.jsonl"}
+"""Files that are checked otherwise, may change, or differ between equal runs."""
 _BEFORE_CONFIG = re.compile(r"\.lock|\.config\.json\..*")
+# Temporary files of a killed writer.
 _LEFTOVER = re.compile(r"\.(config\.json|status\.json|environment\.json|step-\d+|model)\..+")
 
 
@@ -38,11 +40,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        kind: str,
-        config: dict[str, Any],
-        changeable: frozenset[str] = frozenset(),
+        self, path: Path, kind: str, config: dict[str, Any], changeable: Collection[str] = ()
     ) -> None:
         self.path = path
         self.kind = kind
@@ -59,7 +57,7 @@ class RunDirectory:
 
         Dotted fields in `changeable` may differ from the stored ones; the stored values stay.
         """
-        run = cls(Path(path), kind, config.model_dump(mode="json"), frozenset(changeable))
+        run = cls(Path(path), kind, config.model_dump(mode="json"), changeable)
         run._load_stored()
         return run
 
@@ -79,9 +77,7 @@ class RunDirectory:
         if kind is not None and stored_kind != kind:
             raise InputError(f"{path} holds a run of kind {stored_kind!r}, expected {kind!r}")
         if stored.get("format") != FORMAT:
-            raise InputError(
-                f"{file} has format {stored.get('format')!r}; this version reads format {FORMAT}"
-            )
+            raise InputError(f"{file} has format {stored.get('format')!r}; expected {FORMAT}")
         return cls(path, stored_kind, config)
 
     @property
@@ -97,14 +93,18 @@ class RunDirectory:
     def set_status(
         self, state: State, step: int, steps: int, message: str = "", **details: Any
     ) -> None:
-        """Write `status.json`; for a finished or diverged run, with the digests of its files.
-
-        `details` are other fields of `RunStatus`.
-        """
-        ended = state in ("finished", "diverged")
-        files = digests_of_files(self.path) if ended else {}
-        status = RunStatus(state, step, steps, message, files=files, **details)
-        write_json(self.path / "status.json", asdict(status))
+        """Write `status.json`, at the end with the files' digests; `details` are other fields."""
+        files = {}
+        if state in ("finished", "diverged"):
+            files = {
+                file.name: sha256_of(file)
+                for file in sorted(self.path.iterdir())
+                if file.is_file() and file.name[0] != "." and file.name not in _NOT_HASHED
+            }
+        status = RunStatus(
+            state=state, step=step, steps=steps, message=message, files=files, **details
+        )
+        write_json(self.path / "status.json", status.model_dump())
 
     def put(self, name: str, value: Any) -> None:
         """Change a field of the configuration on disk that does not affect results."""
@@ -130,7 +130,12 @@ class RunDirectory:
                 ) from error
             if not self._load_stored():
                 self._write_config()
-            self._remove_leftovers()
+            for folder in (self.path, self.path / "checkpoints"):
+                for entry in list(folder.iterdir()) if folder.is_dir() else []:
+                    if _LEFTOVER.fullmatch(entry.name) and entry.is_dir():
+                        shutil.rmtree(entry, ignore_errors=True)
+                    elif _LEFTOVER.fullmatch(entry.name):
+                        entry.unlink(missing_ok=True)
             yield
 
     def _write_config(self) -> None:
@@ -140,47 +145,29 @@ class RunDirectory:
     def _load_stored(self) -> bool:
         """Load the configuration on disk, which must match; return False if there is none."""
         if not self.exists:
-            _refuse_foreign(self.path)
+            if self.path.exists() and not self.path.is_dir():
+                raise InputError(f"{self.path} is a file; expected a new or empty directory")
+            entries = self.path.iterdir() if self.path.exists() else ()
+            foreign = sorted(e.name for e in entries if not _BEFORE_CONFIG.fullmatch(e.name))
+            if foreign and not self.exists:  # Another process may have started the run meanwhile.
+                raise InputError(
+                    f"{self.path} holds other files ({_first_names(foreign)}) but no run; choose a "
+                    "new or empty directory"
+                )
             if not self.exists:
                 return False
         stored = type(self).existing(self.path, self.kind)
-        differing = list(differences(stored.config, self.config, self._changeable))
+        differing = list(differences(stored.config, self.config, frozenset(self._changeable)))
         if differing:
             (field, old, new), *others = differing
-            more = f" ({len(others)} more differ: {_first_names([n for n, *_ in others])})" * bool(
-                others
-            )
+            names = _first_names([name for name, *_ in others])
+            more = f" ({len(others)} more differ: {names})" if others else ""
             raise InputError(
                 f"the run in {self.path} has another configuration: {field} is {old} there and "
                 f"{new} here{more}; choose another directory or the same configuration"
             )
         self.config = stored.config
         return True
-
-    def _remove_leftovers(self) -> None:
-        """Delete the temporary files of a killed writer."""
-        for folder in (self.path, self.path / "checkpoints"):
-            entries = list(folder.iterdir()) if folder.is_dir() else []
-            for entry in (entry for entry in entries if _LEFTOVER.fullmatch(entry.name)):
-                if entry.is_dir():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
-
-
-def _refuse_foreign(path: Path) -> None:
-    """Raise `InputError` for a path with other files but no run."""
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise InputError(f"{path} is a file; expected a new or empty directory for the run")
-    foreign = sorted(e.name for e in path.iterdir() if not _BEFORE_CONFIG.fullmatch(e.name))
-    # Another process may have started the run meanwhile.
-    if foreign and not (path / "config.json").exists():
-        raise InputError(
-            f"{path} holds other files ({_first_names(foreign)}) but no run; choose a new or empty "
-            "directory"
-        )
 
 
 def _first_names(names: Sequence[str]) -> str:

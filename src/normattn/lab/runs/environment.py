@@ -48,8 +48,7 @@ def describe_environment(**extra: Any) -> dict[str, Any]:
 def record_environment(path: Path, current: dict[str, Any], step: int) -> list[str]:
     """Store `current` in the file `path`; return the changes, such as "torch 2.12.0 → 2.13.0".
 
-    The file has `{"started": …, "resumed": [{"step": …, "environment": …}]}`. A resume is added
-    only if something changed.
+    The file has `{"started": …, "resumed": [{"step": …, "environment": …}]}`, a resume if changed.
     """
     if step == 0 or not path.exists():
         write_json(path, {"started": current, "resumed": []})
@@ -107,13 +106,6 @@ def _value_in(file: Path, name: str) -> str:
     return ""
 
 
-# Parameters of glibc's mallopt: the size above which blocks are mapped separately, and how much
-# freed memory is kept.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MMAP_BYTES, _TRIM_BYTES, _DEFAULT_BYTES = 1 << 25, 1 << 28, 1 << 17
-_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-
 @contextmanager
 def keep_pages() -> Iterator[None]:
     """Make glibc keep up to 256 MiB of freed memory inside, and restore its defaults afterwards.
@@ -124,15 +116,17 @@ def keep_pages() -> Iterator[None]:
     """
     library = ctypes.CDLL(None)
     glibc = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
-    if not glibc or any(name in os.environ for name in _SET_BY_USER):
+    variables = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
+    if not glibc or not variables.isdisjoint(os.environ):
         yield
         return
+    trim_threshold, mmap_threshold = -1, -3  # Parameters of mallopt.
     # Blocks from 32 MiB on are still mapped separately: glibc's own maximum.
-    library.mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
-    library.mallopt(_TRIM_THRESHOLD, _TRIM_BYTES)
+    library.mallopt(mmap_threshold, 1 << 25)
+    library.mallopt(trim_threshold, 1 << 28)
     try:
         yield
     finally:
-        library.mallopt(_MMAP_THRESHOLD, _DEFAULT_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, _DEFAULT_BYTES)
+        library.mallopt(mmap_threshold, 1 << 17)
+        library.mallopt(trim_threshold, 1 << 17)
         library.malloc_trim(0)

@@ -1,7 +1,6 @@
 """Metrics as JSON lines: appended, flushed at most once a second, truncated on resume.
 
-Lines contain no clock times, so that runs of the same configuration, resumed or not, have
-byte-identical files.
+Lines have no clock times, so that equal configurations, resumed or not, give the same bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from normattn.errors import InputError
 from normattn.io import explain_os_errors, json_lines, open_file, parse_json
 from normattn.lab.runs.status import check_unchanged
 
-FLUSH_SECONDS = 1.0
-
 
 class MetricsLog:
     """Append-only lines `{"step": …, …}` in `path`, in order of steps."""
@@ -30,10 +27,7 @@ class MetricsLog:
         self._flushed = 0.0
 
     def truncate_after(self, step: int) -> None:
-        """Delete the lines after `step` and a partial last line.
-
-        Raises `InputError` if a line that should stay is damaged.
-        """
+        """Delete the lines after `step` and a partial last line; `InputError` if one is damaged."""
         self.close()
         if not self.path.exists():
             return
@@ -53,7 +47,7 @@ class MetricsLog:
                 self._file = self.path.open("a", encoding="utf-8", buffering=1 << 20)
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             now = time.monotonic()
-            if now - self._flushed > FLUSH_SECONDS:
+            if now - self._flushed > 1.0:
                 self._file.flush()
                 self._flushed = now
 
@@ -75,8 +69,7 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return every complete line of the metrics file `path`; [] if it does not exist.
 
-    A partial last line is skipped. Raises `InputError` for other damaged lines, and if the file of
-    an ended run has changed.
+    Skips a partial last line. Raises `InputError` for damage, and if an ended run has changed.
     """
     if not check_unchanged(path).exists():
         return []

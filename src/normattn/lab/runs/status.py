@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from normattn.errors import InputError
 from normattn.io import read_object, sha256_of
+from normattn.settings import Settings, explain
 
 State = Literal["running", "interrupted", "finished", "diverged"]
-_NOT_HASHED = {"config.json", "status.json", "environment.json", "timing.jsonl"}
-"""Files that are checked otherwise, may change, or differ between equal runs."""
 
 
-@dataclass(frozen=True)
-class RunStatus:
+class RunStatus(Settings):
     """The status of a run: its state, `step` of `steps`, and maybe a message.
 
     For a diverged run, `where` says what was first not finite (a module's output, the loss or a
@@ -27,7 +23,7 @@ class RunStatus:
     has the SHA-256 of its files (logs, tokenisers, labels) by name; the model's folder has its own.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     state: State
     step: int
@@ -35,7 +31,7 @@ class RunStatus:
     message: str = ""
     where: str = ""
     checkpoint: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = {}
 
 
 def read_status(path: Path) -> RunStatus | None:
@@ -44,14 +40,9 @@ def read_status(path: Path) -> RunStatus | None:
     if not file.exists():
         return None
     try:
-        # In strict mode, pydantic builds a dataclass only from JSON text.
-        return TypeAdapter(RunStatus).validate_json(json.dumps(read_object(file)))
+        return RunStatus.model_validate(read_object(file))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise InputError(
-            f"{file} is damaged: {name}: {first['msg']}; delete it and rerun the command"
-        ) from None
+        raise InputError(f"{file} is damaged: {explain(error)}; delete it and rerun") from None
 
 
 def require_finished(run: Path, use: str) -> None:
@@ -60,12 +51,6 @@ def require_finished(run: Path, use: str) -> None:
     if status is None or status.state != "finished":
         state = f"is {status.state} at step {status.step}" if status else "has not begun"
         raise InputError(f"the run in {run} {state}; only a finished run can {use}")
-
-
-def digests_of_files(run: Path) -> dict[str, str]:
-    """Return the digest of each file of a run by name."""
-    files = (file for file in sorted(run.iterdir()) if file.is_file() and file.name[0] != ".")
-    return {file.name: sha256_of(file) for file in files if file.name not in _NOT_HASHED}
 
 
 def check_unchanged(file: Path) -> Path:

@@ -1,7 +1,6 @@
 """Interleaved timing: every function once per round, medians over rounds.
 
-The speed of a machine drifts. Functions that are timed in turn drift together, so that their ratio
-does not.
+A machine's speed drifts, but not the ratio of functions that are timed in turn.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 Step = Callable[[], object]
-
-# A sample takes at least this long, so that the overhead of the clock is negligible.
 MIN_SECONDS = 0.02
+"""A sample takes at least this long, so that the overhead of the clock is negligible."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,13 @@ def interleave(
 
 
 def _seconds(step: Step, calls: int, device: str) -> float:
-    """Return the seconds per call, until the device has finished.
-
-    A single CPU thread is measured by its CPU time, which excludes other processes.
-    """
-    single_thread = device == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if single_thread else time.perf_counter
-    _synchronise(device)
+    """Return the seconds per call until the device is done: CPU time if it has one thread."""
+    on_cpu = device == "cpu"
+    clock = time.thread_time if on_cpu and torch.get_num_threads() == 1 else time.perf_counter
+    synchronise: Step = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, device)
+    synchronise()
     start = clock()
     for _ in range(calls):
         step()
-    _synchronise(device)
+    synchronise()
     return (clock() - start) / calls
-
-
-def _synchronise(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
