@@ -13,7 +13,7 @@ from torch import Tensor
 from normattn import InputError, Score, attention, explain
 from normattn.kernels import AttentionInputs, AttentionMask, attend, choose, dispatch, reasons
 from normattn.kernels.dispatch import FEATURES, KERNELS, TABLE
-from normattn.kernels.inputs import Selection
+from normattn.kernels.inputs import PairBias, Selection
 from normattn.kernels.reference import reference
 from normattn.kernels.sdpa import sdpa
 from normattn.layers import folded
@@ -21,16 +21,9 @@ from normattn.layers import folded
 from .problems import leaves_of, make_inputs
 
 
-class _Places:
+def _places(score: Tensor, mask: AttentionMask, table: None) -> Tensor:
     """b(h, i, j) = (i + 1)·sin(j), the same for every head."""
-
-    numbers = 1
-
-    def select(self, rows: slice) -> _Places:
-        return self
-
-    def values(self, score: Tensor, mask: AttentionMask) -> Tensor:
-        return (mask.query[:, None] + 1) * mask.key.float().sin()
+    return (mask.query[:, None] + 1) * mask.key.float().sin()
 
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
@@ -38,7 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": torch.randn(4, 9)},
     "learned bias": {"bias": torch.randn(4, 9, requires_grad=True)},
-    "pairs": {"pairs": _Places()},
+    "pairs": {"pairs": PairBias(_places, 1)},
     "normaliser": {"normaliser": lambda score, mask: score.sigmoid()},
     "selection": {"selection": Selection(torch.zeros(2, 7))},
     "sink": {"sink": torch.randn(4)},

@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from normattn import ScoreSpec
-from normattn.score.parts import rope_frequencies
-from normattn.score.rotary import Rotator
+from normattn.score.rotary import key_tables
 
 from .cases import tensors
 
@@ -21,7 +20,8 @@ D = 8
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
-    return Rotator(rope_frequencies(D, 10000.0), False).at(positions, x.dtype)(x)
+    near = key_tables(ScoreSpec.parse("Baseline-RoPE"), D, positions, x.dtype).near
+    return x if near is None else near(x)
 
 
 def test_far_positions_keep_their_precision_in_float32() -> None:

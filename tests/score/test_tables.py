@@ -28,8 +28,8 @@ TEXTS = (
 
 
 def _forget() -> None:
-    for cached in (rotary._cached_query_tables, rotary._cached_key_tables, positions._consecutive):
-        cached.cache_clear()
+    rotary._cached_tables.cache_clear()
+    positions._consecutive.cache_clear()
     plan._PLANS.clear()
     attention_module._SCORES.clear()
 
@@ -93,11 +93,10 @@ def test_tables_are_shared_by_layers_and_explicit_positions_are_never_kept() -> 
     )
     assert (first - second).abs().max() > 1e-6
     attention(q, k, v, "KNA", key_padding=torch.arange(6)[None] < 2)
-    made = rotary._cached_query_tables, rotary._cached_key_tables
-    assert [cached.cache_info().currsize for cached in made] == [0, 0]
+    assert rotary._cached_tables.cache_info().currsize == 0
     for score in [Score("KNA-logn@8", 2, 4) for _ in range(3)]:
         attention(q, k, v, score)
-    assert [cached.cache_info().misses for cached in made] == [1, 1]
+    assert rotary._cached_tables.cache_info().misses == 2  # of queries and of keys
 
 
 def test_a_copied_or_restored_score_gives_the_same() -> None:

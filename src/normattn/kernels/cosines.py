@@ -5,7 +5,8 @@ Legend: B batch, H query heads, T queries, P groups of queries; c query rows of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,15 +14,14 @@ from torch import Tensor
 
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import at_least_float32
-from normattn.kernels.tile_scores import group_heads, score_groups
+from normattn.kernels.tile_scores import group_heads, score_groups, ungroup_heads
 from normattn.kernels.tiled import TilePlan
 
 BINS = 200
 """The number of bins of equal width over −1 … 1."""
 
 
-@dataclass(frozen=True)
-class CosineCounts:
+class CosineCounts(NamedTuple):
     """For each batch row, head and group of queries: pairs per bin, and the extreme cosines."""
 
     counts: Int[Tensor, "b h *p bins"]
@@ -41,13 +41,25 @@ def cosine_counts(
     Bin b holds −1 + 2b/200 ≤ cos < −1 + 2(b + 1)/200; the last bin includes 1. `group_of` is the
     group 0 … `groups` − 1 of each query (default: one). Without visible pairs extremes are ±∞.
     """
-    unit = _normalise(inputs)
-    plan, rows = TilePlan.of(unit), inputs.q.shape[:3]
-    valid = inputs.q.new_ones(rows, dtype=torch.bool) if valid is None else valid
+    dtype, mask = at_least_float32(inputs.q.dtype), inputs.mask
+    if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
+        mask = replace(mask, attn_mask=mask.attn_mask > -torch.inf)
+    # Unit vectors, and of the other inputs only the masks: no bias, cap or sink.
+    q, k, far_q, far_k = (
+        x if x is None else torch.nn.functional.normalize(x.detach().to(dtype), dim=-1)
+        for x in (inputs.q, inputs.k, inputs.far_q, inputs.far_k)
+    )
+    assert q is not None
+    assert k is not None
+    operands = q, k, inputs.v.detach().to(dtype), mask, far_q, far_k, inputs.far_from
+    unit = AttentionInputs(*operands, near_start=inputs.near_start)
+    plan, rows = TilePlan.of(unit), q.shape[:2]
+    valid = q.new_ones(q.shape[:3], dtype=torch.bool) if valid is None else valid
     group_of = torch.zeros_like(valid, dtype=torch.int64) if group_of is None else group_of
-    counts = group_of.new_zeros(*rows[:2], groups, BINS)
-    least = unit.q.new_full((*rows[:2], groups), torch.inf)
+    counts = group_of.new_zeros(*rows, groups, BINS)
+    least = q.new_full((*rows, groups), torch.inf)
     most = -least
+    by_query = [group_heads(x, plan.repeat) for x in (valid, group_of)]
     for scores in score_groups(unit, plan):
         heads = scores.group.heads
         index = scores.group.batch, slice(heads.start * plan.repeat, heads.stop * plan.repeat)
@@ -56,14 +68,8 @@ def cosine_counts(
                 continue
             scores.weights(tile, keep=True)
             assert scores.kept_tile is not None
-            # (b, g, c, r, …) as (b, h, c, …).
-            cosine = scores.split_heads(scores.kept_tile[0]).transpose(2, 3).flatten(1, 2)
-            tile_valid, group = (
-                scores.load_grouped_rows(group_heads(x, plan.repeat), tile)
-                .transpose(2, 3)
-                .flatten(1, 2)
-                for x in (valid, group_of)
-            )
+            cosine = ungroup_heads(scores.split_heads(scores.kept_tile[0]))
+            tile_valid, group = (ungroup_heads(scores.load_grouped_rows(x, tile)) for x in by_query)
             hidden = (cosine == -torch.inf) | ~tile_valid[..., None]
             cosine = cosine.clamp(-1.0, 1.0)
             counts[index] += _histogram(cosine, hidden, group, groups)
@@ -71,23 +77,6 @@ def cosine_counts(
             least[index] = least[index].scatter_reduce(2, group, low.amin(-1), "amin")
             most[index] = most[index].scatter_reduce(2, group, high.amax(-1), "amax")
     return CosineCounts(counts, least, most)
-
-
-def _normalise(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with unit vectors and only their masks: no bias, cap or sink."""
-    dtype, mask = at_least_float32(inputs.q.dtype), inputs.mask
-    q, k, far_q, far_k = (
-        None if x is None else torch.nn.functional.normalize(x.detach().to(dtype), dim=-1)
-        for x in (inputs.q, inputs.k, inputs.far_q, inputs.far_k)
-    )
-    assert q is not None
-    assert k is not None
-    if mask.attn_mask is not None and mask.attn_mask.dtype != torch.bool:
-        mask = replace(mask, attn_mask=mask.attn_mask > -torch.inf)
-    return AttentionInputs(
-        *(q, k, inputs.v.detach().to(dtype), mask, far_q, far_k, inputs.far_from),
-        near_start=inputs.near_start,
-    )
 
 
 def _histogram(cosine: Tensor, hidden: Tensor, group: Tensor, groups: int) -> Tensor:

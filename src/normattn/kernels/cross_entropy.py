@@ -58,64 +58,36 @@ def _softmax(
         logits.copy_(products)
     top = logits.amax(-1)
     target = logits.gather(-1, targets[:, None]).squeeze(-1)
-    correct = _is_correct(logits, targets, target == top)
+    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+        correct = logits.argmax(-1) == targets
+    else:
+        # argmax is slow on a CPU: only for rows whose target may be the first of the highest.
+        correct = target == top
+        rows = correct.nonzero().squeeze(-1)
+        correct[rows] = logits[rows].argmax(-1) == targets[rows]
     torch.softmax(logits, -1, out=logits)
     # The largest probability is exp(0) divided by the sum.
     return logits, top - logits.amax(-1).log() - target, correct
-
-
-def _is_correct(logits: Tensor, targets: Tensor, is_highest: Tensor) -> Tensor:
-    """Whether the first of the highest logits is the target's.
-
-    `is_highest`: no logit exceeds the target's. A CPU's slow argmax takes only these rows.
-    """
-    if logits.device.type != "cpu" or torch.compiler.is_compiling():
-        return logits.argmax(-1) == targets
-    rows = is_highest.nonzero().squeeze(-1)
-    return is_highest.index_copy(0, rows, logits[rows].argmax(-1) == targets[rows])
-
-
-def _accumulate(total: Tensor, p: Tensor, rows: Tensor) -> None:
-    """total += pᵀ · rows in the dtype of `total`; in half precision by parts of the vocabulary."""
-    if total.dtype == p.dtype:
-        total.addmm_(p.T, rows)
-        return
-    part = max(1, PART // rows.shape[1]) if p.device.type == "cpu" else len(total)
-    for start in range(0, len(total), part):
-        words = slice(start, start + part)
-        total[words] += p[:, words].T @ rows
 
 
 def _smoothing(hidden: Tensor, weight: Tensor, targets: Tensor, share: float) -> Tensor | float:
     """The label smoothing term of the summed loss: −ε Σ (h·w̄ − h·w_y)."""
     if not share:
         return 0.0
-    dtype, parts = at_least_float32(hidden.dtype), []
-    for start in range(0, hidden.shape[0], CHUNK):
-        rows = slice(start, start + CHUNK)
-        parts.append((hidden[rows].to(dtype) * weight[targets[rows]].to(dtype)).sum())
-    target = torch.stack(parts).sum() if parts else 0.0
+    dtype = at_least_float32(hidden.dtype)
+    chunks = zip(torch.split(hidden, CHUNK), torch.split(targets, CHUNK), strict=True)
+    parts = [(rows.to(dtype) * weight[target].to(dtype)).sum() for rows, target in chunks]
+    target = torch.stack(parts).sum()
     return share * (target - hidden.sum(0, dtype=dtype) @ weight.to(dtype).mean(0))
 
 
-class _Sums(NamedTuple):
-    """Sums over tokens: losses, correct predictions, and the gradients that are needed."""
-
-    loss: Tensor
-    nll: Tensor
-    correct: Tensor
-    grad_hidden: Tensor | None
-    grad_weight: Tensor | None
-
-
 def _sums(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    share: float,
-    needs_grad: tuple[bool, bool],
-) -> _Sums:
-    """Compute losses and gradients together, since both need the softmax."""
+    hidden: Tensor, weight: Tensor, targets: Tensor, share: float, needs_grad: tuple[bool, bool]
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+    """Sums over tokens: (loss, correct, loss without smoothing), and the gradients of both inputs.
+
+    They are computed together, since all need the softmax.
+    """
     dtype, weight_dtype = at_least_float32(hidden.dtype), weight.dtype
     weight = weight.to(hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
@@ -132,8 +104,14 @@ def _sums(
         p = p if p.dtype == hidden.dtype else buffers[0][: len(p)].copy_(p)
         if grad_hidden is not None:
             torch.mm(p, weight, out=grad_hidden[rows])
-        if grad_weight is not None:
-            _accumulate(grad_weight, p, hidden[rows])
+        if grad_weight is not None and grad_weight.dtype == p.dtype:
+            grad_weight.addmm_(p.T, hidden[rows])
+        elif grad_weight is not None:
+            # Half precision is summed in float32, by parts of the vocabulary.
+            part = max(1, PART // hidden.shape[1]) if p.device.type == "cpu" else len(weight)
+            for first in range(0, len(weight), part):
+                words = slice(first, first + part)
+                grad_weight[words] += p[:, words].T @ hidden[rows]
     loss = nll + _smoothing(hidden, weight, targets, share)
     if grad_hidden is not None and share:
         # −ε w̄ for each token; the term of the target is in p.
@@ -144,7 +122,7 @@ def _sums(
     # A sum over tokens may exceed the range of float16, their mean does not.
     if grad_weight is not None and weight_dtype != torch.float16:
         grad_weight = grad_weight.to(weight_dtype)
-    return _Sums(loss, nll, correct, grad_hidden, grad_weight)
+    return (loss, correct, nll), (grad_hidden, grad_weight)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -154,27 +132,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, share: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        sums = _sums(hidden, weight, targets, share, ctx.needs_input_grad[:2])
+        sums, ctx.gradients = _sums(hidden, weight, targets, share, ctx.needs_input_grad[:2])
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.share, ctx.sums = share, sums
-        nll = sums.nll / hidden.shape[0]
-        ctx.mark_non_differentiable(sums.correct, nll)
-        return sums.loss / hidden.shape[0], sums.correct, nll
+        ctx.share = share
+        loss, correct, nll = sums[0] / len(hidden), sums[1], sums[2] / len(hidden)
+        ctx.mark_non_differentiable(correct, nll)
+        return loss, correct, nll
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the chunked cross-entropy", "F.cross_entropy on the logits")
         hidden, weight, targets = ctx.saved_tensors
-        sums, ctx.sums = ctx.sums, None
-        if sums is None:
-            sums = _sums(hidden, weight, targets, ctx.share, ctx.needs_input_grad[:2])
-        per_token = grads[0] / hidden.shape[0]
-        grad_hidden, grad_weight = sums.grad_hidden, sums.grad_weight
-        return (
-            None if grad_hidden is None else grad_hidden.mul_(per_token),
-            None if grad_weight is None else grad_weight.mul_(per_token).to(weight.dtype),
-            *(None, None),
-        )
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            gradients = _sums(hidden, weight, targets, ctx.share, ctx.needs_input_grad[:2])[1]
+        (grad_hidden, grad_weight), per_token = gradients, grads[0] / hidden.shape[0]
+        grad_hidden = None if grad_hidden is None else grad_hidden.mul_(per_token)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(per_token).to(weight.dtype)
+        return grad_hidden, grad_weight, None, None
 
 
 def linear_cross_entropy(
@@ -206,8 +182,8 @@ def linear_cross_entropy(
             return LinearCrossEntropy(
                 *_LinearCrossEntropy.apply(hidden, weight, targets, label_smoothing)  # type: ignore[no-untyped-call]
             )
-        sums = _sums(hidden, weight, targets, label_smoothing, (False, False))
-        return LinearCrossEntropy(sums.loss / len(hidden), sums.correct, sums.nll / len(hidden))
+        loss, correct, nll = _sums(hidden, weight, targets, label_smoothing, (False, False))[0]
+        return LinearCrossEntropy(loss / len(hidden), correct, nll / len(hidden))
 
 
 @torch.no_grad()
@@ -217,12 +193,8 @@ def token_scores(
     targets: Int[Tensor, "n"],
 ) -> TokenScores:
     """Loss and correctness of every token, without gradients."""
-    weight, parts = weight.to(hidden.dtype), []
+    weight = weight.to(hidden.dtype)
     buffers = _buffers(hidden, weight)
-    for start in range(0, hidden.shape[0], CHUNK):
-        rows = slice(start, start + CHUNK)
-        parts.append(_softmax(hidden[rows], weight, targets[rows], buffers)[1:])
-    if not parts:
-        empty = hidden.new_zeros(0, dtype=at_least_float32(hidden.dtype))
-        return TokenScores(empty, targets.new_zeros(0, dtype=torch.bool))
-    return TokenScores(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))
+    chunks = zip(torch.split(hidden, CHUNK), torch.split(targets, CHUNK), strict=True)
+    parts = [_softmax(rows, weight, target, buffers)[1:] for rows, target in chunks]
+    return TokenScores(*(torch.cat(results) for results in zip(*parts, strict=True)))

@@ -19,7 +19,7 @@ from normattn.kernels.flex import flex
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.numerics import spread_infinities
 from normattn.kernels.reference import reference_with_lse, strips
-from normattn.kernels.residual import concatenated, residual_attention
+from normattn.kernels.residual import residual_attention
 from normattn.kernels.sdpa import PROCESSOR_FEATURES, fused
 from normattn.kernels.stats import Recorder, observers, record_pass
 from normattn.kernels.tiled_backward import tiled
@@ -37,16 +37,8 @@ def _mask_has(name: str) -> Predicate:
     return lambda x: getattr(x.mask, name) is not None
 
 
-def _irregular_positions(x: AttentionInputs) -> bool:
-    mask = x.mask
-    uses_positions = mask.causal or mask.window is not None or x.two_regimes or x.bias is not None
-    return uses_positions and not mask.aligned
-
-
-def _needs_gradients_on_cpu(x: AttentionInputs) -> bool:
-    # flex_attention checks requires_grad, also where gradients are off.
-    learned = any(tensor is not None and tensor.requires_grad for tensor in x.tensors)
-    return learned and x.q.device.type == "cpu"
+def _uses_positions(x: AttentionInputs) -> bool:
+    return x.mask.causal or x.mask.window is not None or x.two_regimes or x.bias is not None
 
 
 # The features that inputs may have. v has all keys; with two regimes k may have fewer.
@@ -67,7 +59,7 @@ FEATURES: Mapping[str, Predicate] = {
     "a mask": _mask_has("attn_mask"),
     "a learned mask": lambda x: x.mask.attn_mask is not None and x.mask.attn_mask.requires_grad,
     "padding": _mask_has("padding"),
-    "irregular positions": _irregular_positions,
+    "irregular positions": lambda x: _uses_positions(x) and not x.mask.aligned,
     "attention without causality": lambda x: not x.mask.causal,
     "a causal mask with T ≠ S": lambda x: x.mask.causal and x.q.shape[2] not in (1, x.v.shape[2]),
     "more queries than keys": lambda x: x.q.shape[2] > x.v.shape[2],
@@ -77,7 +69,10 @@ FEATURES: Mapping[str, Predicate] = {
     "dropout": lambda x: x.dropout > 0,
     "float64": lambda x: x.q.dtype == torch.float64,
     "torch.func": lambda x: transformed(),
-    "gradients on a CPU": _needs_gradients_on_cpu,
+    # flex_attention checks requires_grad, also where gradients are off.
+    "gradients on a CPU": lambda x: (
+        x.q.device.type == "cpu" and any(y is not None and y.requires_grad for y in x.tensors)
+    ),
     "CUDA": lambda x: x.q.device.type == "cuda",
 }
 _EVERYTHING = frozenset(FEATURES)
@@ -121,16 +116,6 @@ class Kernel(NamedTuple):
         return None
 
 
-def _output_only(compute: Callable[[AttentionInputs], Tensor]) -> Run:
-    """Adapt a kernel that returns only the output."""
-    return lambda inputs, recorder, lse: (compute(inputs), None)
-
-
-def _with_statistics(compute: Callable[[AttentionInputs, Recorder | None], Tensor]) -> Run:
-    """Adapt a kernel that returns the output and records statistics."""
-    return lambda inputs, recorder, lse: (compute(inputs, recorder), None)
-
-
 _TWO_REGIME = _PLAIN - {
     *("attention without near and far keys", "attention without causality", "dropout", "CUDA"),
     *("values of another size", "more queries than keys", "fewer queries than keys"),
@@ -142,10 +127,10 @@ KERNELS: tuple[Kernel, ...] = (
     # On CUDA, scaled_dot_product_attention calls the flash operators.
     Kernel(
         "fused",
-        _output_only(fused),
+        lambda inputs, recorder, lse: (fused(inputs), None),
         _PLAIN - {"near and far keys", "a causal mask with T ≠ S", "values of another size"},
     ),
-    Kernel("two-regime", _output_only(two_regime), _TWO_REGIME),
+    Kernel("two-regime", lambda inputs, recorder, lse: (two_regime(inputs), None), _TWO_REGIME),
     Kernel(
         "flex",
         lambda inputs, recorder, lse: flex(inputs),
@@ -154,7 +139,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         "residual",
-        _with_statistics(residual_attention),
+        lambda inputs, recorder, lse: (residual_attention(inputs, recorder), None),
         _RESIDUAL & (_TILED | {"residual scores"}),
         ("statistics",),
     ),
@@ -162,7 +147,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("chunked", tiled, _TILED, ("lse", "statistics")),
     Kernel(
         "strips",
-        _with_statistics(strips),
+        lambda inputs, recorder, lse: (strips(inputs, recorder), None),
         _EVERYTHING - {"residual scores", "torch.func"},
         ("statistics",),
     ),
@@ -178,41 +163,31 @@ _TILES_FASTER = range(256, 1025)
 
 def _preferred(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
     """Kernel names, best first, each with the reason for its rank."""
-    if inputs.residual_scores is not None:
-        yield from _preferred_residual(inputs)
-    elif inputs.q.device.type == "cpu":
-        yield from _preferred_cpu(inputs)
+    q, residual, device = inputs.q, inputs.residual_scores, inputs.q.device.type
+    if residual is not None:
+        # The lowest layer chooses for all layers above it.
+        if residual.kernel is not None:
+            yield residual.kernel, "the layers below were summed by it"
+        if device != "cpu":
+            yield "concatenated", "one product of the features of all layers suits a GPU"
+        yield "residual", "one buffer for all layers, and no more products than without a residual"
+        yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
     else:
+        has, rows = PROCESSOR_FEATURES.get, q.shape[2]
+        # A compiler would unroll the loops of "two-regime"; tiles are one operator.
+        eager_on_cpu = device == "cpu" and not torch.compiler.is_compiling()
+        if eager_on_cpu and rows > 1:
+            yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
+        zen = has("avx512_f") and not has("avx512_fp16")
+        if eager_on_cpu and rows in _TILES_FASTER and zen and q.dtype != torch.float64:
+            yield "chunked", "at these lengths on such a processor tiles beat torch's kernel"
         yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
-        if inputs.q.device.type == "cuda":
+        if device == "cpu":
+            yield "chunked", "it supports nearly every score without a T × S matrix"
+        if device == "cuda":
             yield "flex", "flex_attention takes masks, biases, sinks, near and far keys on CUDA"
     yield "strips", "it supports every score without a T × S matrix, whole rows at a time"
     yield "reference", "no other kernel supports it; it holds the whole T × S matrix"
-
-
-def _preferred_cpu(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
-    """Kernels for a CPU. A compiler would unroll `two_regime`'s loops; tiles are one operator."""
-    q, eager = inputs.q, not torch.compiler.is_compiling()
-    rows = q.shape[2]
-    if eager and rows > 1:
-        yield "two-regime", "both parts go to torch's flash kernel, merged by log-sum-exp"
-    has = PROCESSOR_FEATURES.get
-    zen = has("avx512_f") and not has("avx512_fp16")
-    if eager and rows in _TILES_FASTER and zen and q.dtype != torch.float64:
-        yield "chunked", "at these lengths on such a processor tiles beat torch's kernel"
-    yield "fused", "everything is absorbed into queries and keys: torch's kernel does the rest"
-    yield "chunked", "it supports nearly every score without a T × S matrix"
-
-
-def _preferred_residual(inputs: AttentionInputs) -> Iterator[tuple[str, str]]:
-    """Kernels for residual scores; the lowest layer chooses for all layers above it."""
-    assert inputs.residual_scores is not None
-    if inputs.residual_scores.kernel is not None:
-        yield inputs.residual_scores.kernel, "the layers below were summed by it"
-    if inputs.q.device.type != "cpu":
-        yield "concatenated", "one product of the features of all layers suits a GPU"
-    yield "residual", "one buffer for all layers, and no more products than without a residual"
-    yield "concatenated", "it leaves what the buffer cannot serve to another kernel"
 
 
 def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) -> Kernel:
@@ -235,16 +210,14 @@ def choose(inputs: AttentionInputs, backend: str = "auto", lse: bool = False) ->
 
 def reasons(inputs: AttentionInputs, backend: str = "auto") -> tuple[str, str, Mapping[str, str]]:
     """The kernel that `choose` returns, why, and why not each other one; errors as in `choose`."""
-    objections = {kernel.name: kernel.why_not(inputs) for kernel in KERNELS}
     kernel = choose(inputs, backend).name
     why, preferred = "it was asked for by name", "was asked for"
     if backend == "auto":
-        why = next(reason for name, reason in _preferred(inputs) if name == kernel)
-        preferred = "comes first"
+        why, preferred = next(x[1] for x in _preferred(inputs) if x[0] == kernel), "comes first"
     refused = {
-        name: reason or f"possible, but {kernel} {preferred}"
-        for name, reason in objections.items()
-        if name != kernel
+        other.name: other.why_not(inputs) or f"possible, but {kernel} {preferred}"
+        for other in KERNELS
+        if other.name != kernel
     }
     return kernel, why, refused
 
@@ -266,7 +239,7 @@ def run_kernel(
             return run_kernel(inputs, backend, lse)
     kernel, layer_inputs, active = choose(inputs, backend, lse), inputs, observers()
     if inputs.residual_scores is not None and kernel.name != "residual":
-        inputs = concatenated(inputs)
+        inputs = inputs.residual_scores.concatenate(inputs)
         if kernel.run is None:
             backend, kernel = "auto", choose(inputs, lse=lse)
     unchecked, inputs = inputs, spread_infinities(inputs)

@@ -57,23 +57,17 @@ class AttentionMask:
         """Select query rows and the first `keys` keys; aligned rows are the last of these."""
         if rows == slice(0, self.query.shape[-1]) and keys == self.key.shape[-1]:
             return self
-        return self._slice(rows=rows, columns=slice(0, keys))
+        return self.block(rows=rows, columns=slice(0, keys))
 
     def drop_first(self, keys: int) -> AttentionMask:
         """Drop the first keys; positions stay as they are."""
-        return self._slice(columns=slice(keys, None))
+        return self.block(columns=slice(keys, None))
 
-    def select_heads(self, batch: slice, heads: slice) -> AttentionMask:
-        """Select batch rows and query heads."""
-        return self._slice(batch, heads)
-
-    def _slice(
-        self,
-        batch: slice = _ALL,
-        heads: slice = _ALL,
-        rows: slice = _ALL,
-        columns: slice = _ALL,
+    def block(
+        self, batch: slice = _ALL, heads: slice = _ALL, rows: slice = _ALL, columns: slice = _ALL
     ) -> AttentionMask:
+        """Select batch rows, query heads, query rows and keys."""
+
         def take(x: Tensor | None, index: slice) -> Any:
             """Slice (n,) or (B, n); a batch axis of size 1 broadcasts and stays."""
             if x is None:
@@ -202,12 +196,6 @@ class PairBias:
         table = self.table
         return self if table is None else replace(self, table=table[:, :, rows])
 
-    def values(
-        self, score: Float[Tensor, "b h t s"], mask: AttentionMask
-    ) -> Float[Tensor, "*b h t s"]:
-        """b(h, i, j) of every pair."""
-        return self.compute(score, mask, self.table)
-
 
 PairValues = Callable[[Tensor, int, AttentionMask], Tensor]
 """(weights a, size E, mask) → Σ_j a(i, j)·R(i, j), with a vector R of E features for each pair."""
@@ -286,11 +274,9 @@ class AttentionInputs:
         repeats = self.q.shape[1] // self.k.shape[1]
         if repeats == 1:
             return self
-        shared = {"k": self.k, "v": self.v, "far_k": self.far_k}
-        repeated: dict[str, Any] = {
-            name: x.repeat_interleave(repeats, 1) for name, x in shared.items() if x is not None
-        }
-        return replace(self, **repeated)
+        far_k = None if self.far_k is None else self.far_k.repeat_interleave(repeats, 1)
+        k, v = (x.repeat_interleave(repeats, 1) for x in (self.k, self.v))
+        return replace(self, k=k, v=v, far_k=far_k)
 
 
 TENSOR_FIELDS = ("q", "k", "v", "far_q", "far_k", "bias", "sink")

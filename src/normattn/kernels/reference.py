@@ -5,7 +5,6 @@ It supports every derivative and computes in float32, or in float64 for float64 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -39,14 +38,21 @@ def reference_with_lse(
 ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"] | None]:
     """`reference` and the log-sum-exp of each row, −∞ for a row without any logit."""
     dtype, inputs = inputs.v.dtype, inputs.upcast().repeat_kv()
-    masked, hidden = _mask_scores(inputs, _scores(inputs))
+    score = _scores(inputs)
+    added, hidden = inputs.mask.additive(_ALL, _ALL), inputs.mask.hidden(_ALL, _ALL)
+    if added is not None:
+        score = score + added
+    masked = score if hidden is None else score.masked_fill(hidden, -torch.inf)
+    # Rows without a key are found from the mask: a NaN among the scores must reach the output.
+    if added is not None:
+        hidden = added == -torch.inf if hidden is None else hidden | (added == -torch.inf)
+    empty = None if hidden is None else hidden.all(-1, keepdim=True)
     if inputs.pairs is not None:
-        masked = masked + inputs.pairs.values(masked, inputs.mask).to(masked.dtype)
+        bias = inputs.pairs.compute(masked, inputs.mask, inputs.pairs.table)
+        masked = masked + bias.to(masked.dtype)
     if inputs.selection is not None:
         penalties = inputs.selection.penalties(masked[:, 0], inputs.mask)
         masked = masked - penalties[:, None].to(masked.dtype)
-    # Rows without a key are found from the mask: a NaN among the scores must reach the output.
-    empty = None if hidden is None else hidden.all(-1, keepdim=True)
     score = masked if empty is None else masked.masked_fill(empty, 0.0)
     sink = None if inputs.sink is None else inputs.sink.to(score)[None, :, None, None]
     if sink is not None:
@@ -94,26 +100,6 @@ def _scores(inputs: AttentionInputs) -> Float[Tensor, "b h t s"]:
     return score
 
 
-def _mask_scores(inputs: AttentionInputs, score: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The masked scores, and where they are −∞ (None: nowhere)."""
-    added, hidden = inputs.mask.additive(_ALL, _ALL), inputs.mask.hidden(_ALL, _ALL)
-    if added is not None:
-        score = score + added
-    masked = score if hidden is None else score.masked_fill(hidden, -torch.inf)
-    if added is not None:
-        hidden = added == -torch.inf if hidden is None else hidden | (added == -torch.inf)
-    return masked, hidden
-
-
-def strip_rows(inputs: AttentionInputs) -> int:
-    """The number of query rows of a strip."""
-    q = inputs.q
-    numbers = q.shape[0] * q.shape[1] + (0 if inputs.pairs is None else inputs.pairs.numbers)
-    size = STRIP_BYTES if q.device.type == "cpu" else DEVICE_STRIP_BYTES
-    row_bytes = max(1, numbers * inputs.v.shape[2] * max(4, q.element_size()))
-    return max(1, min(q.shape[2], size // row_bytes))
-
-
 def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[Tensor, "b h t e"]:
     """`reference` by strips of query rows, for any inputs and without a T × S matrix.
 
@@ -121,19 +107,36 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
     per pair is stored in between. A single strip on a CPU is not recomputed, which is faster.
     `recorder` collects statistics.
     """
-    if inputs.q.device.type == "cpu" and strip_rows(inputs) == inputs.q.shape[2]:
+    q, v, selection, outputs = inputs.q, inputs.v, inputs.selection, []
+    queries, keys, on_cpu = q.shape[2], v.shape[2], q.device.type == "cpu"
+    numbers = q.shape[0] * q.shape[1] + (0 if inputs.pairs is None else inputs.pairs.numbers)
+    row_bytes = max(1, numbers * keys * max(4, q.element_size()))
+    step = max(1, min(queries, (STRIP_BYTES if on_cpu else DEVICE_STRIP_BYTES) // row_bytes))
+    if on_cpu and step == queries:
         return reference(inputs, recorder)
-    outputs, selection = [], inputs.selection
-    for rows, strip in _iter_strips(inputs):
-        if selection is not None:
-            strip = replace(strip, selection=selection.select(rows, strip.v.shape[2]))
+    skip_future = inputs.mask.causal and inputs.mask.aligned and queries <= keys
+    for start in range(0, max(1, queries), step):
+        rows = slice(start, min(start + step, queries))
+        # Without the keys that no row of the strip sees.
+        count = keys - queries + rows.stop if skip_future else keys
+        strip = replace(
+            inputs,
+            q=q[:, :, rows],
+            k=inputs.k[:, :, : max(0, count - inputs.near_start)],
+            v=v[:, :, :count],
+            far_q=None if inputs.far_q is None else inputs.far_q[:, :, rows],
+            far_k=None if inputs.far_k is None else inputs.far_k[:, :, :count],
+            mask=inputs.mask.select(rows, count),
+            pairs=None if inputs.pairs is None else inputs.pairs.select(rows),
+            selection=None if selection is None else selection.select(rows, count),
+        )
         if torch.is_grad_enabled():
             has_dropout = inputs.dropout > 0
             out = checkpoint(reference, strip, use_reentrant=False, preserve_rng_state=has_dropout)
             assert isinstance(out, Tensor)
-            outputs.append(out)
         else:
-            outputs.append(reference(strip))
+            out = reference(strip)
+        outputs.append(out)
         if selection is not None and strip.selection is not None:
             # A new object: the strip's backward writes to its selection again.
             selection = selection.advance(strip.selection)
@@ -144,24 +147,3 @@ def strips(inputs: AttentionInputs, recorder: Recorder | None = None) -> Float[T
     if inputs.selection is not None and selection is not None:
         inputs.selection.after = selection.before
     return torch.cat(outputs, 2)
-
-
-def _iter_strips(inputs: AttentionInputs) -> Iterator[tuple[slice, AttentionInputs]]:
-    """The rows and inputs of each strip, without keys that no row sees."""
-    step, mask = strip_rows(inputs), inputs.mask
-    queries, keys = inputs.q.shape[2], inputs.v.shape[2]
-    skip_future = mask.causal and mask.aligned and queries <= keys
-    for start in range(0, max(1, queries), step):
-        rows = slice(start, min(start + step, queries))
-        count = keys - queries + rows.stop if skip_future else keys
-        strip = replace(
-            inputs,
-            q=inputs.q[:, :, rows],
-            k=inputs.k[:, :, : max(0, count - inputs.near_start)],
-            v=inputs.v[:, :, :count],
-            far_q=None if inputs.far_q is None else inputs.far_q[:, :, rows],
-            far_k=None if inputs.far_k is None else inputs.far_k[:, :, :count],
-            mask=mask.select(rows, count),
-            pairs=None if inputs.pairs is None else inputs.pairs.select(rows),
-        )
-        yield rows, strip

@@ -22,9 +22,8 @@ size, E value size; n key heads of a group, c query rows of a tile, W its column
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,86 +37,51 @@ from normattn.kernels.tile_scores import TileScores, Workspace
 from normattn.kernels.tiled import HeadGroup, Tile, TilePlan, mask_edges
 from normattn.kernels.tiled_backward import Gradients, backward_tiles, draw_seed, forward_tiles
 
-TileBuffers = dict[tuple[int, int, int], Tensor]
-"""The numbers of each tile, by its first batch row, key head and query."""
-
 
 class ScoreBuffer:
     """The sums of a stack of layers and their gradients, in float32 or wider.
 
-    Each tile (n, c·r, W) is a separate tensor, so causal rows store only the keys up to their
-    tile's last row, about half of T × S, and an allocator reuses the memory from step to step.
-    `layers` is the number of layers in the sums. All layers must have the same `mask`.
+    Each tile (n, c·r, W) is a separate tensor, by its first batch row, key head and query. So
+    causal rows store only the keys up to their tile's last row, about half of T × S, and an
+    allocator reuses the memory from step to step. `layers` is the number of layers in the sums.
     """
 
     def __init__(self, mask: AttentionMask) -> None:
         self.mask, self.layers = mask, 0
-        self.sums: TileBuffers = {}
-        self.gradients: TileBuffers = {}
-
-    def tile(self, buffers: TileBuffers, scores: TileScores, tile: Tile) -> Tensor:
-        """A tile's numbers (n, c·r, W) in `sums` or `gradients`, uninitialised at first."""
-        group, rows = scores.group, tile.num_rows * scores.plan.repeat
-        key = group.batch.start, group.heads.start, tile.rows.start
-        if key not in buffers:
-            buffers[key] = scores.q.new_empty(scores.q.shape[0], rows, tile.width)
-        return buffers[key]
-
-    def add_layer(self, number: int, mask: AttentionMask) -> None:
-        """Register layer `number`, from 1; raises `InputError` if it does not fit."""
-        if self.layers != number - 1:
-            raise InputError(
-                "these residual scores were already used in a backward pass: each forward pass "
-                "needs new `ResidualScores`"
-            )
-        for name in ("causal", "window", "sink_tokens", "aligned"):
-            if getattr(self.mask, name) != getattr(mask, name):
-                raise InputError(
-                    "all layers that share residual scores must see the same pairs, but "
-                    "causality, the sliding window or positions differ between them"
-                )
-        self.layers = number
-
-    def remove_layer(self, number: int) -> None:
-        """Unregister layer `number`, whose products are subtracted; free the buffers after 1."""
-        self.layers = number - 1
-        if number == 1:
-            self.sums.clear()
-            self.gradients.clear()
-
-
-class _Layer(NamedTuple):
-    """A layer: its number, from 1, the factor of the sum, and whether its backward is the first."""
-
-    number: int
-    share: float
-    first_in_backward: bool = False  # no layer above has written to the gradients
+        self.sums: dict[tuple[int, int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int, int], Tensor] = {}
 
 
 class ResidualTileScores(TileScores):
-    """Scores that are sums in a buffer, to which the forward adds its products."""
+    """Scores that are sums in a buffer, to which the forward adds its products.
+
+    `number` counts the layers from 1; `share` is the factor of the sum.
+    """
 
     def __init__(
         self,
         buffer: ScoreBuffer,
-        layer: _Layer,
+        number: int,
+        share: float,
         inputs: AttentionInputs,
         plan: TilePlan,
         group: HeadGroup,
         workspace: Workspace,
     ) -> None:
         super().__init__(inputs, plan, group, workspace)
-        self.score_buffer, self.layer = buffer, layer
+        self.score_buffer, self.number, self.share = buffer, number, share
 
-    def _sums(self, tile: Tile) -> Tensor:
-        return self.score_buffer.tile(self.score_buffer.sums, self, tile)
+    def _key(self, tile: Tile) -> tuple[int, int, int]:
+        return self.group.batch.start, self.group.heads.start, tile.rows.start
 
     def before_forward(self, tile: Tile) -> None:
         """Add a tile's products to the sums of the layers below."""
-        sums = self._sums(tile)
-        if self.layer.number == 1:
+        if self.number == 1:
+            shape = self.q.shape[0], tile.num_rows * self.plan.repeat, tile.width
+            sums = self.score_buffer.sums[self._key(tile)] = self.q.new_empty(shape)
             self.products(tile, sums)
         else:
+            sums = self.score_buffer.sums[self._key(tile)]
             self.add_products(sums, tile)
         if self.plan.shape.aligned:
             # In every layer, since a NaN added to −∞ is NaN, which earlier rows would then read.
@@ -125,67 +89,79 @@ class ResidualTileScores(TileScores):
 
     def after_backward(self, tile: Tile) -> None:
         """Subtract this layer's products again."""
-        if self.layer.number > 1:
-            self.add_products(self._sums(tile), tile, sign=-1)
+        if self.number > 1:
+            self.add_products(self.score_buffer.sums[self._key(tile)], tile, sign=-1)
 
     def weights(self, tile: Tile, capped: bool = False, keep: bool = False) -> Tensor:
         """softmax of a tile's sums; see `TileScores.weights`."""
-        sums, score, share = self._sums(tile), self.buffer("score", tile), self.layer.share
+        sums, score = self.score_buffer.sums[self._key(tile)], self.buffer("score", tile)
         plain = self.inputs.cap is None and self.inputs.bias is None and self.sink is None
         masked = self.plan.shape.aligned and self.group.mask.only_causal_or_window
-        if plain and share == 1 and masked and not keep:
+        if plain and self.share == 1 and masked and not keep:
             # The sums are −∞ already where causality and the window hide keys.
             return torch.softmax(sums, -1, out=score)
-        torch.mul(sums, share, out=score[..., : tile.width])
+        torch.mul(sums, self.share, out=score[..., : tile.width])
         return self.softmax(score, tile, capped, keep)
 
     def grad_products(self, grad_score: Tensor, tile: Tile) -> Tensor:
         """The gradient of the sums (n, c·r, W): this layer's is added to those above."""
-        layer = self.layer
-        gradient = self.score_buffer.tile(self.score_buffer.gradients, self, tile)
+        gradients, key = self.score_buffer.gradients, self._key(tile)
         grad = super().grad_products(grad_score, tile)[..., : tile.width]
-        if layer.first_in_backward:
-            return torch.mul(grad, layer.share, out=gradient)
-        if layer.number == 1:
+        if key not in gradients:
+            gradients[key] = grad * self.share
+            return gradients[key]
+        if self.number == 1:
             # The last use: written to the tile in the cache, not to memory.
-            return torch.add(gradient, grad, alpha=layer.share, out=grad)
-        return gradient.add_(grad, alpha=layer.share)
+            return torch.add(gradients[key], grad, alpha=self.share, out=grad)
+        return gradients[key].add_(grad, alpha=self.share)
 
 
 class _ResidualAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        buffer: ScoreBuffer,
-        layer: _Layer,
+        layer: tuple[ScoreBuffer, int, float],
         settings: Mapping[str, Any],
         seed: int,
         recorder: Recorder | None,
         token: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        inputs = AttentionInputs.of(settings, tensors)
-        buffer.add_layer(layer.number, inputs.mask)
+        inputs, (buffer, number, _) = AttentionInputs.of(settings, tensors), layer
+        if buffer.layers != number - 1:
+            raise InputError(
+                "these residual scores were already used in a backward pass: each forward pass "
+                "needs new `ResidualScores`"
+            )
+        for name in ("causal", "window", "sink_tokens", "aligned"):
+            if getattr(buffer.mask, name) != getattr(inputs.mask, name):
+                raise InputError(
+                    "all layers that share residual scores must see the same pairs, but "
+                    "causality, the sliding window or positions differ between them"
+                )
+        buffer.layers = number
         ctx.save_for_backward(*tensors)
-        ctx.constants = buffer, layer, settings, seed
-        make = partial(ResidualTileScores, buffer, layer)
+        ctx.constants = layer, settings, seed
+        make = partial(ResidualTileScores, *layer)
         return forward_tiles(inputs, seed, make, recorder)[0], token.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         refuse_second_derivative("the residual kernel", "backend='reference'")
-        buffer, layer, settings, seed = ctx.constants
-        if buffer.layers != layer.number:
+        layer, settings, seed = ctx.constants
+        buffer, number, _ = layer
+        if buffer.layers != number:
             raise InputError(
                 "residual scores allow only one backward pass, through all layers: add the "
                 "losses and call backward once, or use backend='reference' or 'concatenated'"
             )
         inputs = AttentionInputs.of(settings, ctx.saved_tensors)
-        layer = layer._replace(first_in_backward=not buffer.gradients)
-        make = partial(ResidualTileScores, buffer, layer)
-        input_grads = backward_tiles(inputs, grads[0], seed, make)
-        buffer.remove_layer(layer.number)
-        return None, None, None, None, None, grads[1], *input_grads
+        input_grads = backward_tiles(inputs, grads[0], seed, partial(ResidualTileScores, *layer))
+        buffer.layers = number - 1
+        if number == 1:
+            buffer.sums.clear()
+            buffer.gradients.clear()
+        return None, None, None, None, grads[1], *input_grads
 
 
 def residual_attention(
@@ -202,18 +178,9 @@ def residual_attention(
     if state.buffer is None:
         state.buffer = ScoreBuffer(inputs.mask)
     token = inputs.q.new_empty(0) if state.token is None else state.token
-    layer = _Layer(state.count, state.share)
+    layer = state.buffer, state.count, state.share
     out: Tensor
     out, state.token = _ResidualAttention.apply(  # type: ignore[no-untyped-call]
-        *(state.buffer, layer, inputs.settings, draw_seed(inputs), recorder, token, *inputs.tensors)
+        *(layer, inputs.settings, draw_seed(inputs), recorder, token, *inputs.tensors)
     )
     return out
-
-
-def concatenated(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs without residual scores: the features of this and all lower layers in a row."""
-    state = inputs.residual_scores
-    assert state is not None
-    state.start_layer("concatenated", inputs)
-    q, k = state.concatenate(inputs.q, inputs.k)
-    return replace(inputs, q=q, k=k, residual_scores=None)

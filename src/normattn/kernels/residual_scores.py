@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
@@ -21,9 +20,8 @@ Inputs = TypeVar("Inputs", bound=Any)
 class ResidualScores:
     """s_n = Σ_m q_m k_mᵀ, m = 1 … n, before masks, biases and caps; with `mean` divided by n.
 
-    The kernel of the lowest layer decides for all layers how the sum is stored: "residual" in one
-    buffer that every layer updates in place, any other as the queries and keys of all layers
-    ("concatenated"), which allows activation checkpointing.
+    `kernels.residual` describes the two ways to store the sum. The concatenated one allows
+    activation checkpointing.
     """
 
     def __init__(self, mean: bool = False) -> None:
@@ -95,14 +93,14 @@ class ResidualScores:
         self.sizes, self.kernel, self.count = sizes, kernel, self._next + 1
         self._next, self._joined = self.count, False
 
-    def concatenate(
-        self, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b g s d"]
-    ) -> tuple[Float[Tensor, "b h t nd"], Float[Tensor, "b g s nd"]]:
-        """[q_1 … q_n] and [k_1 … k_n], whose product is the sum or mean."""
+    def concatenate(self, inputs: Inputs) -> Inputs:
+        """The inputs with [q_1 … q_n] and [k_1 … k_n], whose product is the sum or mean."""
+        self.start_layer("concatenated", inputs)
         layer = slice(self.count - 1, self.count)
-        self._queries[layer], self._keys[layer] = [q], [k]
-        queries, keys = (torch.cat(x[: self.count], -1) for x in (self._queries, self._keys))
-        return queries * self.share if self.mean else queries, keys
+        self._queries[layer], self._keys[layer] = [inputs.q], [inputs.k]
+        q, k = (torch.cat(x[: self.count], -1) for x in (self._queries, self._keys))
+        q = q * self.share if self.mean else q
+        return replace(inputs, q=q, k=k, residual_scores=None)
 
 
 def _current_backward() -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +62,6 @@ class Observation:
     mean: Float[Tensor, "f b h t"] | None
     even: Float[Tensor, "f #b #h t"] | None
 
-    @property
-    def choices(self) -> Int[Tensor, "#b #h t"]:
-        """The number of logits of a row: the visible keys and the learned sink."""
-        return self.visible if self.sink is None else self.visible + 1
-
 
 class Observer:
     """Gets the statistics of every call while `observing`; this base class ignores them."""
@@ -104,26 +99,22 @@ def observers() -> tuple[Observer, ...]:
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Also give `observer` the statistics of all calls inside, in this thread."""
-    with _set_observers((*_OBSERVERS.get(), observer)):
-        yield
-
-
-@contextmanager
-def unobserved(observed: bool) -> Iterator[None]:
-    """Suspend all observers inside; `observed` still chooses the kernels of observed calls."""
-    with _set_observers((Observer(),) if observed else ()):
-        yield
-
-
-@contextmanager
 def _set_observers(observers: tuple[Observer, ...]) -> Iterator[None]:
     token = _OBSERVERS.set(observers)
     try:
         yield
     finally:
         _OBSERVERS.reset(token)
+
+
+def observing(observer: Observer) -> AbstractContextManager[None]:
+    """Also give `observer` the statistics of all calls inside, in this thread."""
+    return _set_observers((*_OBSERVERS.get(), observer))
+
+
+def unobserved(observed: bool) -> AbstractContextManager[None]:
+    """Suspend all observers inside; `observed` still chooses the kernels of observed calls."""
+    return _set_observers((Observer(),) if observed else ())
 
 
 def announce_layer(
@@ -151,28 +142,24 @@ class Recorder:
         self.rows = q.new_zeros(count, *q.shape[:3], dtype=dtype)
         self.rows[0] = -torch.inf
 
-    def means(self, weights: Tensor, distance: Tensor) -> list[Tensor]:
-        """Σ_j α_ij f(distance) of each function, (…, rows), of weights (…, rows, W)."""
-        functions = () if self.functions is None else self.functions.to(self.rows.dtype)
-        return [(weights * function[distance]).sum(-1) for function in functions]
-
     def summary(
-        self, score: Tensor, weight: Tensor, width: int, first: Tensor | None, means: list[Tensor]
-    ) -> Tensor:
-        """The statistics of a tile's rows, (K, n, l).
+        self, score: Tensor, weight: Tensor, width: int, is_first: Tensor, distance: Tensor
+    ) -> Shaped[Tensor, "k *rows"]:
+        """The statistics of rows of scores (…, l, W + X), which are overwritten.
 
-        `score` (n, l, W + X) is overwritten; `weight` is its softmax. `first` (n, l) is the weight
-        on the key at position 0, or on the first column if positions are aligned.
+        `weight` is their softmax. `is_first` marks the key at position 0 and `distance` is |i − j|,
+        both broadcastable to (…, l, W).
         """
-        values = self.rows.new_zeros(self.rows.shape[0], *score.shape[:2])
+        values = self.rows.new_zeros(self.rows.shape[0], *score.shape[:-1])
+        weight_of_keys = weight[..., :width]
         torch.amax(score[..., :width], -1, out=values[0])
         torch.amax(weight, -1, out=values[1])
-        if first is not None:
-            values[3] = first
+        torch.sum(weight_of_keys * is_first, -1, out=values[3])
         if self.inputs.sink is not None:
             values[4] = weight[..., width]
-        for index, mean in enumerate(means, self._first_mean):
-            values[index] = mean.reshape(values.shape[1:])
+        functions = () if self.functions is None else self.functions.to(self.rows.dtype)
+        for index, function in enumerate(functions, self._first_mean):
+            torch.sum(weight_of_keys * function[distance], -1, out=values[index])
         top = values[0]
         if score.shape[-1] > width:
             top = torch.maximum(top, score[..., width:].amax(-1))
@@ -186,14 +173,10 @@ class Recorder:
     def observation(self) -> Observation:
         """The statistics of all rows."""
         largest, top_weight, expected, first, *others = self.rows
-        mask, sink = self.inputs.mask, self.inputs.sink
         visible, even = _count_visible(self.inputs, self.functions)
         # ln Σ exp(s − top), from the largest weight 1 / Σ exp(s − top).
-        empty, spread = visible == 0, -top_weight.log()
+        sink, empty, spread = self.inputs.sink, visible == 0, -top_weight.log()
         top = largest if sink is None else torch.maximum(largest, sink.to(largest)[:, None])
-        if mask.aligned and mask.key.numel():
-            # `first` is the weight on the first column.
-            first = first * (mask.key[..., 0] == 0)
         return Observation(
             lse=(top + spread).masked_fill_(empty, -torch.inf),
             entropy=(spread - expected).clamp_(min=0.0).masked_fill_(empty, 0.0),
@@ -223,16 +206,14 @@ def record_rows(
         # Weights divided by their sum are the softmax of their logarithms.
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         score = weight.log().clamp(min=torch.finfo(weight.dtype).min)
-    is_first = mask.key == 0
-    first = (weight * (is_first if is_first.dim() == 1 else is_first[:, None, None])).sum(-1)
-    means = recorder.means(weight, mask.distance(slice(None), slice(None)).abs())
+    is_first, distance = mask.key == 0, mask.distance(slice(None), slice(None)).abs()
+    is_first = is_first if is_first.dim() == 1 else is_first[:, None, None]
     if sink is not None:
         sink_logit = sink.to(score)[None, :, None, None].expand(*score.shape[:3], 1)
         score = torch.cat((score, sink_logit), -1)
         weight = torch.cat((weight, 1 - weight.sum(-1, keepdim=True)), -1)
-    flat = score.flatten(0, 1).clone(), weight.flatten(0, 1)
     target = recorder.rows[..., rows]
-    target.copy_(recorder.summary(*flat, width, first.flatten(0, 1), means).view(target.shape))
+    target.copy_(recorder.summary(score.clone(), weight, width, is_first, distance))
     if inputs.normaliser is not None:
         # A row without any weight gets entropy 0, as if one key had it all.
         target[0] = logits.amax(-1)
@@ -243,27 +224,15 @@ def record_tile(recorder: Recorder, scores: TileScores, tile: Tile) -> None:
     """Record the tile whose scores and weights `scores` has just computed (`kept_tile`)."""
     if scores.kept_tile is None or not tile.width:
         return
-    (score, weight), group, repeat = scores.kept_tile, scores.group, scores.plan.repeat
-    first, means = [], []
-    for span, columns in tile.span_columns:
-        if not group.mask.aligned:
-            # A query sees at most one key at position 0.
-            key = (group.mask.key[..., span.columns] == 0)[..., None, :]
-            is_first = scores.to_tile_order(key[:, None] if key.dim() == 3 else key)
-            first.append((scores.split_heads(weight)[..., columns] * is_first).sum(-1).flatten(2))
-        elif span.start == 0:
-            first.append(weight[..., columns.start])
-        if recorder.functions is not None:
-            distance = scores.to_tile_order(group.mask.distance(tile.rows, span.columns).abs())
-            means.append(recorder.means(scores.split_heads(weight)[..., columns], distance))
-    first_weight = (
-        torch.stack([x.reshape(score.shape[:2]) for x in first]).sum(0) if first else None
-    )
-    tile_means = [torch.stack(spans).sum(0) for spans in zip(*means, strict=True)]
-    values = recorder.summary(score, weight, tile.width, first_weight, tile_means)
-    by_group = torch.unflatten(recorder.rows, 2, (-1, repeat))
+    score, weight = (scores.split_heads(x) for x in scores.kept_tile)
+    group, columns = scores.group, [span.columns for span in tile.spans]
+    key = torch.cat([group.mask.key[..., x] for x in columns], -1)
+    is_first = scores.to_tile_order((key == 0).view(-1, 1, 1, tile.width))
+    distances = [group.mask.distance(tile.rows, x).abs() for x in columns]
+    distance = scores.to_tile_order(torch.cat(distances, -1))
+    values = recorder.summary(score, weight, tile.width, is_first, distance)
+    by_group = torch.unflatten(recorder.rows, 2, (-1, scores.plan.repeat))
     target = by_group[:, group.batch, group.heads, :, tile.rows].transpose(3, 4)
-    values = values.view(target.shape)
     target.copy_(values.flip(3) if scores.plan.last_row_first else values)
 
 
@@ -318,26 +287,15 @@ class LayerSums:
         bin_of: Int[Tensor, "b h t"] | None,
     ) -> None:
         """Add values (B, H, T) of the valid queries or keys; without `bin_of` there is one bin."""
-        count = self._reduce(torch.ones_like(valid, dtype=torch.float32), valid, bin_of, "sum")
+        count = self.reduce(torch.ones_like(valid, dtype=torch.float32), valid, bin_of, "sum")
         for name, x in values.items():
-            added = torch.stack((self._reduce(x, valid, bin_of, "sum"), count))
+            added = torch.stack((self.reduce(x, valid, bin_of, "sum"), count))
             self._sums[name] = self._sums[name] + added if name in self._sums else added
 
-    def add_largest(self, name: str, values: Tensor, valid: Tensor, bin_of: Tensor | None) -> None:
-        """Keep the largest of the valid values (B, H, T)."""
-        self._keep_largest(name, self._reduce(values, valid, bin_of, "amax"))
-
-    def add_cosines(self, inputs: AttentionInputs, valid: Tensor, bin_of: Tensor | None) -> None:
-        """Count cos(q, k) of the visible pairs of valid queries."""
-        cosines = cosine_counts(inputs, valid, bin_of, self.bins)
-        counts = cosines.counts.sum(0)
-        self.cosines = counts if self.cosines is None else self.cosines + counts
-        self._keep_largest("least_cosine", -cosines.least.amin(0).double())
-        self._keep_largest("largest_cosine", cosines.most.amax(0).double())
-
-    def _reduce(
+    def reduce(
         self, values: Tensor, valid: Tensor, bin_of: Tensor | None, reduce: str
     ) -> Shaped[Tensor, "h p"]:
+        """Reduce the valid values (B, H, T) by "sum" or "amax"."""
         empty = 0.0 if reduce == "sum" else -torch.inf
         by_head = values.masked_fill(~valid, empty).transpose(0, 1).flatten(1).double()
         if bin_of is None:
@@ -345,7 +303,8 @@ class LayerSums:
         result = by_head.new_full((len(by_head), self.bins), empty)
         return result.scatter_reduce(1, bin_of.transpose(0, 1).flatten(1), by_head, reduce)
 
-    def _keep_largest(self, name: str, values: Tensor) -> None:
+    def keep_largest(self, name: str, values: Float[Tensor, "h p"]) -> None:
+        """Keep the larger of each value and what was added before."""
         previous = self._extremes.get(name)
         self._extremes[name] = values if previous is None else torch.maximum(previous, values)
 
@@ -367,9 +326,8 @@ class LayerSums:
         totals = self.totals()
         for name in totals.keys() & set(names):
             total, count = totals[name]
-            values = total.sum(-1) / count.sum(-1)
-            if name in EXTREMES:
-                values = total.where(count > 0, -torch.inf).amax(-1)
+            extreme = total.where(count > 0, -torch.inf).amax(-1)
+            values = extreme if name in EXTREMES else total.sum(-1) / count.sum(-1)
             means[name] = [value if math.isfinite(value) else None for value in values.tolist()]
         return means
 
@@ -441,12 +399,16 @@ class AttentionStatistics(Observer):
                 values[f"{name}_mass"], values[f"{name}_share"] = mass, share.expand(valid.shape)
         bin_of = self._bins(inputs.mask.query, valid)
         layer.add(values, valid, bin_of)
-        layer.add_largest("largest", observation.largest, valid, bin_of)
-        choices = observation.choices.expand(valid.shape)
+        layer.keep_largest("largest", layer.reduce(observation.largest, valid, bin_of, "amax"))
+        # The logits of a row: the visible keys and the learned sink.
+        choices = (observation.visible + (observation.sink is not None)).expand(valid.shape)
         share = entropy / choices.clamp(min=2).to(entropy).log()
         layer.add({"entropy_share": share}, valid & (choices >= 2), bin_of)
         if self.cosines:
-            layer.add_cosines(inputs, valid, bin_of)
+            counts, least, most = cosine_counts(inputs, valid, bin_of, layer.bins)
+            layer.cosines = counts.sum(0) + (0 if layer.cosines is None else layer.cosines)
+            layer.keep_largest("least_cosine", -least.amin(0).double())
+            layer.keep_largest("largest_cosine", most.amax(0).double())
 
     def add_norms(self, name: str, side: int, x: Tensor, own_rows: bool = False) -> None:
         """Add the norms of queries (side 0) or keys (side 1) that are not padding.

@@ -13,7 +13,7 @@ columns: one for a sink, and a margin that the gradient of a learned bias needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from normattn.kernels.inputs import AttentionInputs
 from normattn.kernels.tiled import HeadGroup, Span, Tile, TilePlan, mask_edges
 
-Pairs = Iterable[tuple[Tensor, Tensor]]
+Pairs = Sequence[tuple[Tensor, Tensor]]
 """Left and right factors of products."""
 # With fewer rows a product is slower on a strided operand than on a copy.
 _FEW_ROWS = 16
@@ -89,14 +89,11 @@ class TileScores:
         if inputs.bias is not None:
             by_head = inputs.bias.view(-1, plan.repeat, inputs.bias.shape[1])
             self.bias = by_head[group.heads].flatten(0, 1).to(self.q.dtype)
-            self.bias_line = self._make_bias_line(self.bias) if plan.shape.aligned else None
-
-    def _make_bias_line(self, bias: Tensor) -> Tensor:
-        """The bias of distances S − 1 … 0, then of future keys."""
-        shape = self.plan.shape
-        length = shape.keys + (shape.rows if shape.causal else shape.keys)
-        distance = shape.keys - 1 - torch.arange(length, device=bias.device)
-        return bias[:, distance.abs().clamp_(max=bias.shape[1] - 1)]
+        if self.bias is not None and plan.shape.aligned:
+            # The bias of distances S − 1 … 0, then of future keys.
+            length = plan.shape.keys + (plan.shape.rows if plan.shape.causal else plan.shape.keys)
+            distance = plan.shape.keys - 1 - torch.arange(length, device=self.bias.device)
+            self.bias_line = self.bias[:, distance.abs().clamp_(max=self.bias.shape[1] - 1)]
 
     def line_offset(self, tile: Tile, span: Span) -> int:
         """The index in the line of a tile's last query and a span's first column."""
@@ -114,9 +111,8 @@ class TileScores:
         distance = self.group.mask.distance(tile.rows, span.columns).abs()
         values = self.bias[:, distance.clamp(max=self.bias.shape[1] - 1)]
         # (H, b, 1, c, s) if batch rows have different positions, else (H, c, s).
-        return self.to_tile_order(
-            values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values
-        )
+        values = values.squeeze(2).transpose(0, 1) if distance.dim() == 4 else values
+        return self.to_tile_order(values)
 
     def before_forward(self, tile: Tile) -> None:
         """Hook of subclasses: called before the weights of a tile in the forward."""
@@ -132,8 +128,6 @@ class TileScores:
         """Reverse the tokens of (n, c·r, …) if the plan reverses rows."""
         if not self.plan.last_row_first:
             return x
-        if self.plan.repeat == 1:
-            return x.flip(1)
         return torch.unflatten(x, 1, (-1, self.plan.repeat)).flip(1).flatten(1, 2)
 
     def _tile_rows(self, x: Tensor, tile: Tile) -> Tensor:
@@ -149,16 +143,14 @@ class TileScores:
         """Write Σ a·b to a tile's rows of x (n, T·r, E)."""
         target = self._tile_rows(x, tile)
         into = torch.empty_like(target) if self.plan.last_row_first else target
-        first = True
-        for a, b in pairs:
-            dense = a if a.shape[1] >= _FEW_ROWS else a.contiguous()
-            if first:
-                torch.bmm(dense, b, out=into)
-            else:
-                into.baddbmm_(dense, b)
-            first = False
-        if first:
+        if not pairs:
             into.zero_()
+        for index, (a, b) in enumerate(pairs):
+            dense = a if a.shape[1] >= _FEW_ROWS else a.contiguous()
+            if index:
+                into.baddbmm_(dense, b)
+            else:
+                torch.bmm(dense, b, out=into)
         if self.plan.last_row_first:
             target.copy_(self._reverse_rows(into))
 
@@ -174,12 +166,9 @@ class TileScores:
 
     def to_tile_order(self, block: Tensor) -> Tensor:
         """Convert a block that broadcasts to (b, h, c, s), in query order, to (b, g, c, r, s)."""
-        if block.dim() < 4:
-            block = block[(None,) * (4 - block.dim())]
-        broadcast = block.shape[1] == 1
-        return self.reorder_rows(
-            block.unsqueeze(3) if broadcast else group_heads(block, self.plan.repeat)
-        )
+        block = block[(None,) * (4 - block.dim())] if block.dim() < 4 else block
+        repeat = 1 if block.shape[1] == 1 else self.plan.repeat
+        return self.reorder_rows(group_heads(block, repeat))
 
     def buffer(self, name: str, tile: Tile) -> Tensor:
         """An uninitialised buffer (n, c·r, W + X)."""

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -74,9 +75,9 @@ class Tile:
     @cached_property
     def span_columns(self) -> tuple[tuple[Span, slice], ...]:
         """Each span with its columns within the tile."""
-        ends = [sum(span.width for span in self.spans[: n + 1]) for n in range(len(self.spans))]
+        starts = accumulate((span.width for span in self.spans), initial=0)
         return tuple(
-            (span, slice(end - span.width, end)) for span, end in zip(self.spans, ends, strict=True)
+            (x, slice(at, at + x.width)) for x, at in zip(self.spans, starts, strict=False)
         )
 
 
@@ -110,7 +111,7 @@ def make_tiles(shape: TileShape, reach: int) -> tuple[Tile, ...]:
     for start in range(0, shape.queries, shape.rows):
         rows = slice(start, min(start + shape.rows, shape.queries))
         if shape.aligned:
-            spans = list(_aligned_spans(shape, rows, reach))
+            spans = _aligned_spans(shape, rows, reach)
         else:
             # Masks say which keys are visible and which pairs are far.
             spans = [] if shape.far_from is None else [Span(True, 0, shape.keys)]
@@ -119,37 +120,29 @@ def make_tiles(shape: TileShape, reach: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def _aligned_spans(shape: TileShape, rows: slice, reach: int) -> Iterator[Span]:
-    """The columns within `reach` that any of the rows sees, with bounds on i − j."""
+def _aligned_spans(shape: TileShape, rows: slice, reach: int) -> list[Span]:
+    """The columns within `reach` that any of the rows sees, with bounds on i − j; or empty ones."""
     first, last = shape.positions(rows)
-    window, lowest = shape.window, 0 if shape.causal else None
+    window, far_from, lowest = shape.window, shape.far_from, 0 if shape.causal else None
     if window is None:
         start, stop = max(0, first - reach + 1), min(shape.keys, last + reach)
-        yield from _split_regimes(shape, (start, stop), (first, last), lowest, None)
-        return
-    sinks = min(shape.sink_tokens, last + 1) if shape.causal else shape.sink_tokens
-    yield from _split_regimes(shape, (0, min(sinks, shape.keys)), (first, last), lowest, None)
-    start, lowest = max(0, first - window + 1, sinks), 1 - window if lowest is None else 0
-    yield from _split_regimes(shape, (start, shape.keys), (first, last), lowest, window - 1)
-
-
-def _split_regimes(
-    shape: TileShape,
-    columns: tuple[int, int],
-    positions: tuple[int, int],
-    lowest: int | None,
-    highest: int | None,
-) -> Iterator[Span]:
-    """Split columns with bounds on i − j into a far and a near span; drop columns no row sees."""
-    (start, stop), (first, last), far_from = columns, positions, shape.far_from
-    stop = stop if lowest is None else min(stop, last - lowest + 1)
-    if far_from is None:
-        yield Span(False, start, stop, lowest, highest)
-        return
-    low = far_from if lowest is None else max(lowest, far_from)
-    yield Span(True, start, min(stop, last - far_from + 1), low, highest)
-    high = far_from - 1 if highest is None else min(highest, far_from - 1)
-    yield Span(False, max(start, first - far_from + 1), stop, lowest, high)
+        bounds: list[tuple[int, int, int | None, int | None]] = [(start, stop, lowest, None)]
+    else:
+        sinks = min(shape.sink_tokens, last + 1) if shape.causal else shape.sink_tokens
+        start, nearest = max(0, first - window + 1, sinks), 0 if shape.causal else 1 - window
+        bounds = [(0, min(sinks, shape.keys), lowest, None)]
+        bounds.append((start, shape.keys, nearest, window - 1))
+    spans = []
+    for start, stop, low, high in bounds:
+        stop = stop if low is None else min(stop, last - low + 1)
+        if far_from is None:
+            spans.append(Span(False, start, stop, low, high))
+        else:
+            far_low = far_from if low is None else max(low, far_from)
+            spans.append(Span(True, start, min(stop, last - far_from + 1), far_low, high))
+            near_high = far_from - 1 if high is None else min(high, far_from - 1)
+            spans.append(Span(False, max(start, first - far_from + 1), stop, low, near_high))
+    return spans
 
 
 @dataclass(frozen=True)
@@ -187,10 +180,9 @@ class TilePlan:
             *(queries, keys, max(1, ROWS // repeat), inputs.far_from, inputs.near_start),
             *(aligned, mask.causal, mask.window, mask.sink_tokens),
         )
+        reach = _max_reach(inputs) if limit_reach else None
         last_row_first = aligned and inputs.bias is not None and queries > 1
-        return TilePlan(
-            shape, repeat, mask, _max_reach(inputs) if limit_reach else None, last_row_first
-        )
+        return TilePlan(shape, repeat, mask, reach, last_row_first)
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -207,13 +199,11 @@ class TilePlan:
         for row in range(0, batch, batch_step):
             for start in range(0, heads, head_step):
                 stop = min(start + head_step, heads)
-                yield self._group(slice(row, min(row + batch_step, batch)), slice(start, stop))
-
-    def _group(self, batch: slice, heads: slice) -> HeadGroup:
-        queries = slice(heads.start * self.repeat, heads.stop * self.repeat)
-        reach = self.shape.keys if self.reach is None else max(self.reach[queries])
-        mask = self.mask.select_heads(batch, queries)
-        return HeadGroup(batch, heads, mask, make_tiles(self.shape, reach))
+                group = slice(row, min(row + batch_step, batch)), slice(start, stop)
+                queries = slice(start * self.repeat, stop * self.repeat)
+                reach = self.shape.keys if self.reach is None else max(self.reach[queries])
+                mask = self.mask.block(group[0], queries)
+                yield HeadGroup(*group, mask, make_tiles(self.shape, reach))
 
 
 def _max_reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
@@ -223,14 +213,11 @@ def _max_reach(inputs: AttentionInputs) -> tuple[int, ...] | None:
     exp(2 max|q| max|k| + b(d) − b(0)), if the key at distance 0 is visible. None if no key can be
     left out, or if finding out would cost too much: few keys, or a device the host waits for.
     """
-    q, k, bias, keys = inputs.q, inputs.k, inputs.bias, inputs.v.shape[2]
-    mask = inputs.mask
-    sees_itself = (
-        mask.only_causal and mask.aligned and q.shape[2] <= keys and inputs.far_from is None
-    )
-    if bias is None or not sees_itself or bias.shape[1] < keys:
+    q, k, bias, mask, keys = inputs.q, inputs.k, inputs.bias, inputs.mask, inputs.v.shape[2]
+    if bias is None or not (REACH_FROM <= keys <= bias.shape[1]) or not host_can_read(q):
         return None
-    if keys < REACH_FROM or not host_can_read(q):
+    sees_itself = mask.only_causal and mask.aligned and q.shape[2] <= keys
+    if not sees_itself or inputs.far_from is not None:
         return None
     least = math.log(torch.finfo(q.dtype).smallest_normal)
     fall = bias.detach()[:, :keys] - bias.detach()[:, :1]

@@ -78,8 +78,7 @@ def backward_tiles(
     fixed_bias: bool = False,
 ) -> Gradients:
     """The gradients of the inputs' tensors, except a `fixed_bias`; ∂ lse_i / ∂ s_ij = α_ij."""
-    dtypes = {name: x.dtype for name, x in _by_field(inputs).items()}
-    inputs = inputs.upcast()
+    dtypes, inputs = [None if x is None else x.dtype for x in inputs.tensors], inputs.upcast()
     plan = TilePlan.of(inputs, limit_reach=make is TileScores and not inputs.dropout)
     grads = _empty_gradients(inputs, plan.repeat, fixed_bias)
     grad_out = group_heads(grad_out.to(inputs.v.dtype), plan.repeat)
@@ -87,7 +86,7 @@ def backward_tiles(
     # A learned bias's gradient sums antidiagonals, which leave a tile by up to this many columns.
     learned_bias = "bias" in grads and plan.last_row_first
     margin = min(plan.shape.rows, plan.shape.queries) if learned_bias else 0
-    number = 0
+    softmax_backward, number = torch._softmax_backward_data, 0
     for scores in score_groups(inputs, plan, make, margin):
         group_grads = _GroupGradients(grads, scores)
         grad_rows = grad_out[scores.group.batch, scores.group.heads].flatten(0, 1).flatten(1, 2)
@@ -98,10 +97,9 @@ def backward_tiles(
                 keep = keep_mask(weight, tile, inputs.dropout, seed + number)
                 dropped = weight[..., : tile.width] * keep
                 grad_score[..., : tile.width] *= keep
-            group_grads.add_values(grad_row, dropped, tile)
-            torch._softmax_backward_data(
-                grad_score, weight, -1, weight.dtype, grad_input=grad_score
-            )
+            for span, columns in tile.span_columns:
+                group_grads.add_to_keys("v", dropped[..., columns], grad_row, span.start)
+            softmax_backward(grad_score, weight, -1, weight.dtype, grad_input=grad_score)
             if grad_lse is not None:
                 row_grad = scores.load_grouped_rows(grad_lse, tile)[..., None]
                 scores.split_heads(grad_score).addcmul_(scores.split_heads(weight), row_grad)
@@ -111,13 +109,8 @@ def backward_tiles(
         group_grads.close()
     for name in {"q", "far_q"} & grads.keys():
         grads[name] = ungroup_heads(grads[name])
-    return tuple(grads[name].to(dtypes[name]) if name in grads else None for name in TENSOR_FIELDS)
-
-
-def _by_field(inputs: AttentionInputs) -> dict[str, Tensor]:
-    """The inputs' tensors that are not None, by field."""
-    tensors = zip(TENSOR_FIELDS, inputs.tensors, strict=True)
-    return {name: x for name, x in tensors if x is not None}
+    by_field = zip(TENSOR_FIELDS, dtypes, strict=True)
+    return tuple(grads[name].to(dtype) if name in grads else None for name, dtype in by_field)
 
 
 def keep_mask(weight: Tensor, tile: Tile, rate: float, seed: int) -> Tensor:
@@ -136,15 +129,13 @@ def draw_seed(inputs: AttentionInputs) -> int:
 
 def _empty_gradients(inputs: AttentionInputs, repeat: int, fixed_bias: bool) -> dict[str, Tensor]:
     """Buffers of the gradients by field: q and far_q as (B, G, T, r, D); bias and sink are 0."""
-    grads = {}
-    for name, x in _by_field(inputs).items():
-        if name in ("bias", "sink"):
+    grads: dict[str, Tensor] = {}
+    for name, x in zip(TENSOR_FIELDS, inputs.tensors, strict=True):
+        if name in ("bias", "sink") and x is not None and not (fixed_bias and name == "bias"):
             grads[name] = x.new_zeros(x.shape, dtype=inputs.q.dtype)
-        else:
-            shape = group_heads(x, repeat).shape if name in ("q", "far_q") else x.shape
-            grads[name] = x.new_empty(shape)
-    if fixed_bias:
-        grads.pop("bias", None)
+        elif name not in ("bias", "sink") and x is not None:
+            grouped = name in ("q", "far_q")
+            grads[name] = x.new_empty(group_heads(x, repeat).shape if grouped else x.shape)
     return grads
 
 
@@ -152,10 +143,13 @@ class _GroupGradients:
     """Adds up the gradients of one group of heads; `close` writes the sums to `grads`."""
 
     def __init__(self, grads: Mapping[str, Tensor], scores: TileScores) -> None:
-        self.grads, self.scores, self.bias_line = grads, scores, None
+        self.grads, self.scores = grads, scores
+        self.bias_line: Tensor | None = None
         # The gradient (n, S, D) of keys and values, and its sums over tiles (n, D, S), if needed.
         self.key_grads: dict[str, tuple[Tensor, Tensor | None]] = {}
-        single = scores.sink is None and _single_span(scores)
+        spans = [(span.far, span.columns) for tile in scores.group.tiles for span in tile.spans]
+        one_span = spans == [(False, slice(0, scores.plan.shape.keys))]
+        single = one_span and scores.plan.shape.near_start == 0 and scores.sink is None
         for name in ("k", "v", "far_k"):
             if name in grads:
                 grad, sums = self._select_group(grads[name]), None
@@ -163,24 +157,22 @@ class _GroupGradients:
                     n, s, d = grad.shape
                     sums = scores.workspace.take(f"grad_{name}", (n, d, s), grad).zero_()
                 self.key_grads[name] = grad, sums
-        if "bias" in grads and scores.bias_line is not None:
-            self.bias_line = torch.zeros_like(scores.bias_line)
+        if "bias" in grads:
+            repeat, heads = scores.plan.repeat, scores.group.heads
+            self.bias_grad = grads["bias"][repeat * heads.start : repeat * heads.stop]
+            line = scores.bias_line
+            self.bias_line = None if line is None else torch.zeros_like(line)
 
     def _select_group(self, x: Tensor) -> Tensor:
         return x[self.scores.group.batch, self.scores.group.heads].flatten(0, 1)
 
-    def _add_to_keys(self, name: str, weight: Tensor, rows: Tensor, start: int) -> None:
+    def add_to_keys(self, name: str, weight: Tensor, rows: Tensor, start: int) -> None:
         """Add weightᵀ (n, s, c) · rows (n, c, D) to the keys or values from `start` on."""
         grad, sums = self.key_grads[name]
         if sums is None:
             torch.bmm(weight.mT, rows, out=grad)
         else:
             sums[..., start : start + weight.shape[-1]].baddbmm_(rows.mT, weight)
-
-    def add_values(self, grad_out: Tensor, weight: Tensor, tile: Tile) -> None:
-        """Add weightᵀ · grad_out to the gradient of the values."""
-        for span, columns in tile.span_columns:
-            self._add_to_keys("v", weight[..., columns], grad_out, span.start)
 
     def add_scores(self, grad_score: Tensor, tile: Tile) -> None:
         """Add the gradient of a tile's scores to those of sink, bias, queries and keys."""
@@ -199,13 +191,8 @@ class _GroupGradients:
                 if span.far == far:
                     (q, k), grad = scores.operands(span), grad_products[..., columns]
                     pairs.append((grad, k.mT))
-                    self._add_to_keys(k_name, grad, scores.load_rows(q, tile), span.start - offset)
+                    self.add_to_keys(k_name, grad, scores.load_rows(q, tile), span.start - offset)
             scores.store_products(pairs, self._select_group(grads[q_name]).flatten(1, 2), tile)
-
-    def _bias_grad(self) -> Tensor:
-        """The gradient of the bias of the group's heads, (g·r, R)."""
-        repeat, heads = self.scores.plan.repeat, self.scores.group.heads
-        return self.grads["bias"][repeat * heads.start : repeat * heads.stop]
 
     def _add_bias(self, grad_score: Tensor, tile: Tile) -> None:
         """Add to each head's distances, which are antidiagonals if positions are aligned."""
@@ -221,29 +208,22 @@ class _GroupGradients:
                 grad_line, start = _antidiagonals(block), scores.line_offset(tile, span)
                 self.bias_line[:, start : start + grad_line.shape[1]] += grad_line
                 continue
-            block, bias_grad = ungroup_heads(block), self._bias_grad()
+            block = ungroup_heads(block)
             index = scores.group.mask.distance(tile.rows, span.columns)
             index = index.reshape(-1, *block.shape[2:]).expand(len(block), -1, -1).flatten()
-            index = index.abs().clamp(max=bias_grad.shape[1] - 1)
-            bias_grad.index_add_(1, index, block.transpose(0, 1).flatten(1))
+            index = index.abs().clamp(max=self.bias_grad.shape[1] - 1)
+            self.bias_grad.index_add_(1, index, block.transpose(0, 1).flatten(1))
 
     def close(self) -> None:
         for grad, sums in self.key_grads.values():
             if sums is not None:
                 grad.copy_(sums.mT)
         if self.bias_line is not None:
-            keys, bias_grad = self.scores.plan.shape.keys, self._bias_grad()
+            keys, bias_grad = self.scores.plan.shape.keys, self.bias_grad
             count = min(keys, bias_grad.shape[1])
             bias_grad[:, :count] += self.bias_line[:, :keys].flip(-1)[:, :count]
             if not self.scores.plan.shape.causal:
                 bias_grad[:, 1:count] += self.bias_line[:, keys : keys + count - 1]
-
-
-def _single_span(scores: TileScores) -> bool:
-    """Whether one near span of one tile holds every column."""
-    spans = [(span.far, span.columns) for tile in scores.group.tiles for span in tile.spans]
-    shape = scores.plan.shape
-    return spans == [(False, slice(0, shape.keys))] and shape.near_start == 0
 
 
 def _antidiagonals(block: Tensor) -> Tensor:
@@ -297,7 +277,9 @@ def tiled(
     result. A compiler sees one operator.
     """
     if torch.compiler.is_compiling():
-        out, lse, _ = _forward_op(*_op_arguments(inputs), with_lse)
+        mask = (getattr(inputs.mask, name) for name in _MASK_FIELDS)
+        settings = (getattr(inputs, name) for name in _SETTING_FIELDS)
+        out, lse, _ = _forward_op(*inputs.tensors, *mask, *settings, with_lse)
     else:
         out, lse = _Tiled.apply(  # type: ignore[no-untyped-call]
             *(inputs.settings, draw_seed(inputs), with_lse, recorder, *inputs.tensors)
@@ -314,12 +296,6 @@ _SCHEMA = (
 )
 _MASK_FIELDS = tuple(field.name for field in fields(AttentionMask))
 _SETTING_FIELDS = ("far_from", "dropout", "cap", "near_start")
-
-
-def _op_arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
-    """Flatten inputs to the operators' arguments, without `with_lse`."""
-    mask = (getattr(inputs.mask, name) for name in _MASK_FIELDS)
-    return (*inputs.tensors, *mask, *(getattr(inputs, name) for name in _SETTING_FIELDS))
 
 
 def _op_inputs(arguments: Sequence[Any]) -> AttentionInputs:

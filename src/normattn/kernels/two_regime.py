@@ -58,22 +58,6 @@ def two_regime(inputs: AttentionInputs) -> Float[Tensor, "b h t d"]:
     return out.to(inputs.v.dtype)
 
 
-class _TwoRegime(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
-        out, lse = _forward(AttentionInputs.of(settings, tensors))
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("the two-regime kernel", "backend='reference'")
-        *tensors, out, lse = ctx.saved_tensors
-        inputs = AttentionInputs.of(ctx.settings, tensors)
-        return None, *_backward(inputs, grads[0], out, lse), None, None
-
-
 @dataclass(frozen=True)
 class _Chunks:
     """`count` chunks of `rows` queries each, from query `first` on, with the mask of their band."""
@@ -137,63 +121,65 @@ def _far_operands(inputs: AttentionInputs, window: int) -> tuple[Tensor, Tensor,
     return q.to(v.dtype), k.to(v.dtype), v[:, :, :count]
 
 
-def _forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """The output, in the memory layout of torch's kernel, and the log-sum-exp of each row."""
-    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
-    assert window is not None
-    batch, heads, queries, size = q.shape
-    out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
-    lse = q.new_empty((batch, heads, queries), dtype=at_least_float32(q.dtype))
-    # The first queries have near keys only.
-    head = slice(0, min(window, queries))
-    out[:, :, head], lse[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
-    if window >= queries:
-        return out, lse
-    far_out, far_lse = flash(*_far_operands(inputs, window), True)
-    for chunks in _iter_chunks(q, window):
-        keys, values = chunks.keys(k), chunks.keys(v)
-        near, near_lse = flash(chunks.queries(q), keys, values, False, chunks.mask)
-        near, near_lse = chunks.merge(near, q), chunks.merge(near_lse, q)
-        rows = slice(chunks.first - window, chunks.query_rows.stop - window)
-        share = (far_lse[:, :, rows] - near_lse).sigmoid_()[..., None].to(q.dtype)
-        torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.query_rows])
-        lse[:, :, chunks.query_rows] = torch.logaddexp(near_lse, far_lse[:, :, rows])
-    return out, lse
+class _TwoRegime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Mapping[str, Any], *tensors: Tensor | None) -> Tensor:
+        inputs = AttentionInputs.of(settings, tensors)
+        q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
+        assert window is not None
+        batch, heads, queries, size = q.shape
+        # In the memory layout of torch's kernel.
+        out = q.new_empty((batch, queries, heads, size)).transpose(1, 2)
+        lse = q.new_empty((batch, heads, queries), dtype=at_least_float32(q.dtype))
+        # The first queries have near keys only.
+        head = slice(0, min(window, queries))
+        out[:, :, head], lse[:, :, head] = flash(q[:, :, head], k[:, :, head], v[:, :, head], True)
+        if window < queries:
+            far_out, far_lse = flash(*_far_operands(inputs, window), True)
+        for chunks in _iter_chunks(q, window):
+            keys, values = chunks.keys(k), chunks.keys(v)
+            near, near_lse = flash(chunks.queries(q), keys, values, False, chunks.mask)
+            near, near_lse = chunks.merge(near, q), chunks.merge(near_lse, q)
+            rows = slice(chunks.first - window, chunks.query_rows.stop - window)
+            share = (far_lse[:, :, rows] - near_lse).sigmoid_()[..., None].to(q.dtype)
+            torch.lerp(near, far_out[:, :, rows], share, out=out[:, :, chunks.query_rows])
+            lse[:, :, chunks.query_rows] = torch.logaddexp(near_lse, far_lse[:, :, rows])
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.settings = settings
+        return out
 
-
-def _backward(
-    inputs: AttentionInputs, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, far_q and far_k."""
-    q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
-    assert inputs.far_q is not None
-    assert inputs.far_k is not None
-    assert window is not None
-    grad_q = torch.empty_like(q)
-    grad_k, grad_v = (torch.zeros_like(x, dtype=at_least_float32(x.dtype)) for x in (k, v))
-    grad_far_q, grad_far_k = torch.zeros_like(inputs.far_q), torch.zeros_like(inputs.far_k)
-    head = slice(0, min(window, q.shape[2]))
-    near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], lse[:, :, head]
-    grad_q[:, :, head], grad_k[:, :, head], grad_v[:, :, head] = flash_backward(
-        grad_out[:, :, head], *near, causal=True
-    )
-    if window < q.shape[2]:
-        rows, keys = slice(window, None), slice(0, v.shape[2] - window)
-        operands = _far_operands(inputs, window)
-        grad_far_q[:, :, rows], grad_far_k[:, :, keys], grad_far_v = flash_backward(
-            grad_out[:, :, rows], *operands, out[:, :, rows], lse[:, :, rows], True
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the two-regime kernel", "backend='reference'")
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = AttentionInputs.of(ctx.settings, tensors)
+        q, k, v, window = inputs.q, dense(inputs.k), dense(inputs.v), inputs.far_from
+        assert window is not None
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = (torch.zeros_like(x, dtype=at_least_float32(x.dtype)) for x in (k, v))
+        assert inputs.far_k is not None
+        grad_far_q, grad_far_k = torch.zeros_like(q), torch.zeros_like(inputs.far_k)
+        head = slice(0, min(window, q.shape[2]))
+        near = q[:, :, head], k[:, :, head], v[:, :, head], out[:, :, head], lse[:, :, head]
+        grad_q[:, :, head], grad_k[:, :, head], grad_v[:, :, head] = flash_backward(
+            grad_out[:, :, head], *near, causal=True
         )
-        grad_v[:, :, keys] += grad_far_v
-        del grad_far_v
-    for chunks in _iter_chunks(q, window):
-        chunk_grad_q, chunk_grad_k, chunk_grad_v = flash_backward(
-            chunks.queries(grad_out),
-            *(chunks.queries(q), chunks.keys(k), chunks.keys(v)),
-            *(chunks.queries(out), chunks.queries(lse)),
-            causal=False,
-            mask=chunks.mask,
-        )
-        grad_q[:, :, chunks.query_rows] = chunks.merge(chunk_grad_q, q)
-        chunks.add_to_keys(grad_k, chunk_grad_k)
-        chunks.add_to_keys(grad_v, chunk_grad_v)
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_far_q, grad_far_k
+        if window < q.shape[2]:
+            rows, keys = slice(window, None), slice(0, v.shape[2] - window)
+            far = *_far_operands(inputs, window), out[:, :, rows], lse[:, :, rows]
+            grad_far_q[:, :, rows], grad_far_k[:, :, keys], grad_far_v = flash_backward(
+                grad_out[:, :, rows], *far, causal=True
+            )
+            grad_v[:, :, keys] += grad_far_v
+            del grad_far_v
+        for chunks in _iter_chunks(q, window):
+            chunk = chunks.queries(q), chunks.keys(k), chunks.keys(v)
+            results = chunks.queries(out), chunks.queries(lse)
+            chunk_grad_q, chunk_grad_k, chunk_grad_v = flash_backward(
+                chunks.queries(grad_out), *chunk, *results, causal=False, mask=chunks.mask
+            )
+            grad_q[:, :, chunks.query_rows] = chunks.merge(chunk_grad_q, q)
+            chunks.add_to_keys(grad_k, chunk_grad_k)
+            chunks.add_to_keys(grad_v, chunk_grad_v)
+        grads = grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_far_q, grad_far_k
+        return None, *grads, None, None

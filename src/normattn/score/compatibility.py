@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
 from normattn.errors import InputError
-from normattn.score.parts import Part, parts
+from normattn.score.parts import parts
 from normattn.score.spec import ScoreSpec
 
 TRAIN_LENGTH, FACTOR = 512, 8.0
@@ -16,8 +16,7 @@ TRAIN_LENGTH, FACTOR = 512, 8.0
 _FILLERS = (("Baseline",), ("QKRMSNorm",), ("Baseline", "RoPE"), ("QKRMSNorm", "RoPE"))
 
 
-@dataclass(frozen=True)
-class Combinations:
+class Combinations(NamedTuple):
     """The components that a component excludes, with reasons, and those that also need RoPE."""
 
     excludes: Mapping[str, str]
@@ -26,7 +25,9 @@ class Combinations:
 
 def example(name: str) -> ScoreSpec:
     """The smallest score with this component, for a training length of 512 and a factor of 8."""
-    return next(spec for spec, _, _ in _attempts((parts()[name],)) if spec is not None)
+    spec = _combine(name)[0]
+    assert spec is not None
+    return spec
 
 
 def combinations(name: str) -> Combinations:
@@ -38,8 +39,8 @@ def combinations(name: str) -> Combinations:
     for other in names:
         if known[name].slot is known[other].slot:
             continue
-        fillers, reason = _combine(*sorted((name, other), key=names.index))
-        if fillers is None:
+        spec, fillers, reason = _combine(*sorted((name, other), key=names.index))
+        if spec is None:
             excludes[other] = reason
         elif "RoPE" in fillers:
             beside.append(other)
@@ -47,34 +48,19 @@ def combinations(name: str) -> Combinations:
 
 
 @cache
-def _combine(*pair: str) -> tuple[tuple[str, ...] | None, str]:
-    """The first fillers with which a pair is a score, or None and the reason."""
-    reasons: list[str] = []
-    for spec, fillers, reason in _attempts(tuple(parts()[name] for name in pair)):
-        if spec is not None:
-            return fillers, ""
-        reasons.append(reason)
-    # Prefer a reason that names both components.
-    return None, max(reasons, key=lambda reason: sum(name in reason for name in pair))
-
-
-_Attempt = tuple[ScoreSpec | None, tuple[str, ...], str]
-
-
-def _attempts(wanted: tuple[type[Part], ...]) -> Iterator[_Attempt]:
-    """Try each set of fillers: yield the score or None, the fillers, and the reason for None."""
-    taken = {part.slot for part in wanted}
-    known = parts()
-    for fillers in dict.fromkeys(
-        tuple(name for name in names if known[name].slot not in taken) for names in _FILLERS
-    ):
-        text = "-".join((*fillers, *(part.name for part in wanted)))
+def _combine(*names: str) -> tuple[ScoreSpec | None, tuple[str, ...], str]:
+    """The score of these components with the first fillers that allow it, or None and why not."""
+    known, reasons = parts(), list[str]()
+    taken = {known[name].slot for name in names}
+    free = (tuple(x for x in fillers if known[x].slot not in taken) for fillers in _FILLERS)
+    for fillers in dict.fromkeys(free):
         try:
-            spec = ScoreSpec.parse(text, train_length=TRAIN_LENGTH).resolve(factor=FACTOR)
+            spec = ScoreSpec.parse("-".join((*fillers, *names)), train_length=TRAIN_LENGTH)
+            return spec.resolve(factor=FACTOR), fillers, ""
         except InputError as error:
-            yield None, fillers, str(error)
-        else:
-            yield spec, fillers, ""
+            reasons.append(str(error))
+    # Prefer a reason that names all components.
+    return None, (), max(reasons, key=lambda reason: sum(name in reason for name in names))
 
 
 def needs(name: str) -> str:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import operator
 import re
-import types
 import typing
+from types import UnionType
 from typing import Any, Literal
 
 from normattn.errors import InputError, unknown_name
@@ -47,7 +47,16 @@ def read(text: str) -> tuple[list[NamedPart], int | None]:
             f"{text!r} is not a score: expected names joined by hyphens, like "
             f"CosA-logn-YaRN(factor=8)@512, but found {body[end : end + 12]!r}"
         )
-    return [_parse_part(match, text) for match in _PART.finditer(body)], length
+    named_parts: list[NamedPart] = []
+    for match in _PART.finditer(body):
+        fields: dict[str, Any] = {}
+        named_parts.append((find(match["name"]), fields))
+        for item in filter(None, (match["fields"] or "").split(",")):
+            key, equals, value = (piece.strip() for piece in item.partition("="))
+            if not equals or key in fields:
+                raise InputError(f"{text!r}: {item.strip()!r} is not one new field=value")
+            fields[key] = value
+    return named_parts, length
 
 
 def agreed_length(text: str, length: int | None, requested: int | None) -> int | None:
@@ -63,14 +72,11 @@ def build_parts(
 ) -> tuple[Part, ...]:
     """Build parts; each of `parameters` goes to the part that has the field but does not set it."""
     for key, value in parameters.items():
-        known = {field.name for part, _ in named_parts for field in dataclasses.fields(part)}
+        known = {name for part, _ in named_parts for name in _field_types(part)}
         if key not in known:
             raise unknown_name(f"parameter of {text!r}", key, sorted(known))
-        candidates = [
-            fields
-            for part, fields in named_parts
-            if key in {field.name for field in dataclasses.fields(part)} and key not in fields
-        ]
+        takers = [fields for part, fields in named_parts if key in _field_types(part)]
+        candidates = [fields for fields in takers if key not in fields]
         if not candidates:
             raise InputError(f"{key} is already given in {text!r}")
         if len(candidates) > 1:
@@ -78,37 +84,30 @@ def build_parts(
                 f"two components of {text!r} take {key!r}: write it after the one that you mean"
             )
         candidates[0][key] = value
-    return tuple(_build(part, fields, text) for part, fields in named_parts)
+    parts = []
+    for part, fields in named_parts:
+        types, values = _field_types(part), {}
+        for key, value in fields.items():
+            if key not in types:
+                has = ", ".join(sorted(types)) or "no parameters"
+                raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
+            values[key] = _convert(types[key], value, part, key)
+        parts.append(part(**values))
+    return tuple(parts)
 
 
-def _parse_part(match: re.Match[str], text: str) -> NamedPart:
-    part, fields = find(match["name"]), dict[str, Any]()
-    for item in filter(None, (match["fields"] or "").split(",")):
-        key, equals, value = (piece.strip() for piece in item.partition("="))
-        if not equals or key in fields:
-            raise InputError(f"{text!r}: {item.strip()!r} is not one new field=value")
-        fields[key] = value
-    return part, fields
+# Cached because evaluating annotations is slow.
+_type_hints: Any = functools.cache(typing.get_type_hints)
 
 
-@functools.cache
-def _hints(part: typing.Hashable) -> dict[str, Any]:
-    """The types of a part's fields, cached because evaluating annotations is slow."""
-    return typing.get_type_hints(part)
-
-
-def _build(part: type[Part], values: dict[str, Any], text: str) -> Part:
-    known = {field.name for field in dataclasses.fields(part)}
-    for key in values:
-        if key not in known:
-            has = ", ".join(sorted(known)) or "no parameters"
-            raise InputError(f"{text!r}: {part.name} has no parameter {key!r}; it has {has}")
-    hints = _hints(typing.cast(typing.Hashable, part))
-    return part(**{key: _convert(hints[key], value, part, key) for key, value in values.items()})
+def _field_types(part: type[Part]) -> dict[str, Any]:
+    """The types of a part's parameters by name."""
+    hints = _type_hints(part)
+    return {field.name: hints[field.name] for field in dataclasses.fields(part)}
 
 
 def _convert(hint: Any, value: Any, part: type[Part], key: str) -> Any:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(choice for choice in typing.get_args(hint) if choice is not type(None))
     if typing.get_origin(hint) is Literal:
         if isinstance(value, str) and value in typing.get_args(hint):

@@ -99,22 +99,43 @@ class Score(nn.Module):
         rows belong to `block`. `cached` keys come from `cache_keys`, or from `rotate_cached_keys`
         for a blockwise score; causal queries are the last of these tokens.
         """
-        self._check_call(q, k, positions, cached)
-        spec = self._spec.for_block(block) if self._spec.blockwise else self._spec
+        spec = self._spec
+        if positions.causal and spec.leaks_future:
+            raise InputError(
+                f"{spec.name} uses statistics across the sequence and so leaks the future: "
+                "it cannot be used with causal attention"
+            )
+        if spec.needs_causal and not positions.causal:
+            raise InputError(f"{spec.name} is defined for causal attention only")
+        if spec.selection is not None and not cached and q.shape[2] != k.shape[2]:
+            raise InputError(
+                f"{spec.name} adds up what all earlier queries have selected: give as many "
+                f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
+            )
+        spec = spec.for_block(block) if spec.blockwise else spec
         near_q, far_q, pairs = self._prepare_queries(spec, q, positions, query_padding, block)
-        remapping = None if far_q is None else spec.remapping
-        near_k, far_k, near_start = k, None, 0
-        if not cached:
-            near_k, far_k = self._rotate_keys(spec, k, positions, mask.padding, block)
-        elif remapping is not None and remapping.window is not None:
-            # The first column that is near for the first of these rows.
-            near_start = max(0, k.shape[2] - q.shape[2] - remapping.window + 1)
-            near_k, far_k = self._split_cached_keys(spec, k, positions, near_start)
-        inputs = self._build_inputs(near_q, near_k, v, positions, mask, dropout, pairs)
-        if remapping is None:
-            return inputs
-        far_from = remapping.window
-        return replace(inputs, far_q=far_q, far_k=far_k, far_from=far_from, near_start=near_start)
+        keys = self._prepare_keys(spec, k, positions, mask.padding, block, cached)
+        near_k, far_k, near_start = keys
+        selection, bias, (window, sink_tokens) = None, spec.bias, spec.window
+        if window is not None:
+            mask = replace(mask, window=window, sink_tokens=sink_tokens)
+        if spec.selection is not None:
+            padding = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
+            before = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
+            selection = Selection(before, padding)
+        return AttentionInputs(
+            *(near_q, near_k, v, mask, far_q, far_k),
+            far_from=None if spec.remapping is None else spec.remapping.window,
+            dropout=dropout,
+            bias=self._distance_bias(near_q, positions),
+            sink=self.sink,
+            cap=None if spec.cap is None else spec.cap.cap,
+            near_start=near_start,
+            pairs=pairs,
+            pair_values=bias.pair_values() if isinstance(bias, PairBiasPart) else None,
+            normaliser=None if spec.normaliser is None else spec.normaliser.weights,
+            selection=selection,
+        )
 
     def cache_keys(
         self,
@@ -150,21 +171,6 @@ class Score(nn.Module):
         tables = key_tables(spec, self.head_dim, positions, cached.dtype, first).select_block(block)
         return _rotate(cached, tables.near, None if spec.order is None else self._key_features)
 
-    def _check_call(self, q: Tensor, k: Tensor, positions: Positions, cached: bool) -> None:
-        spec = self._spec
-        if positions.causal and spec.leaks_future:
-            raise InputError(
-                f"{spec.name} uses statistics across the sequence and so leaks the future: "
-                "it cannot be used with causal attention"
-            )
-        if spec.needs_causal and not positions.causal:
-            raise InputError(f"{spec.name} is defined for causal attention only")
-        if spec.selection is not None and not cached and q.shape[2] != k.shape[2]:
-            raise InputError(
-                f"{spec.name} adds up what all earlier queries have selected: give as many "
-                f"queries as keys, or a cache, not {q.shape[2]} and {k.shape[2]}"
-            )
-
     def _prepare_queries(
         self,
         spec: ScoreSpec,
@@ -185,9 +191,10 @@ class Score(nn.Module):
             return self._apply_learned_scale(q, positions.n)
 
         q = norm(q) if spec.order is None else q
-        pairs, bias = self._pair_bias(spec, q, positions), spec.bias
-        if isinstance(bias, PairBiasPart):
-            q = bias.content_query(q, _tensors(self.bias))
+        pairs = None
+        if isinstance(spec.bias, PairBiasPart):
+            q, bias_query = spec.bias.split_query(q, _tensors(self.bias))
+            pairs = self._pair_bias(spec.bias, spec, bias_query, positions)
         norm_after: NormAfter = None if spec.order is None else lambda x: features(norm(x))
         q = features(q) if norm_after is None else q
         near = scaled(_rotate(q, tables.near, norm_after), tables.scale)
@@ -202,25 +209,31 @@ class Score(nn.Module):
             q = scaled(q, self._spec.logn.learned_factor(n, _tensors(self.logn))[..., None])
         return scaled(q, self.scale)
 
-    def _rotate_keys(
-        self, spec: ScoreSpec, k: Tensor, positions: Positions, padding: Tensor | None, block: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The near and far keys, normalised and rotated."""
-        first = 0 if positions.regular else None
-        tables = key_tables(spec, self.head_dim, positions.key, k.dtype, first)
+    def _prepare_keys(
+        self,
+        spec: ScoreSpec,
+        k: Tensor,
+        positions: Positions,
+        padding: Tensor | None,
+        block: int,
+        cached: bool,
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """The near keys, normalised and rotated, the far keys, and the column of the first near."""
+        start, window = 0, None if spec.remapping is None else spec.remapping.window
+        if cached and window is None:
+            return k, None, 0
+        if cached and window is not None:
+            # Keys at their far positions; the first that is near for the first of these rows.
+            start = max(0, k.shape[2] - positions.query.shape[-1] - window + 1)
+        key, first = positions.key[..., start:], start if positions.regular else None
+        tables = key_tables(spec, self.head_dim, key, k.dtype, first, far_to_near=cached)
+        if cached:
+            norm: NormAfter = None if spec.order is None else self._key_features
+            near = _rotate(k[:, :, start:], tables.near, norm)
+            return near, k if norm is None else norm(k), start
         k, norm_after = self._norm_before_rotation(spec, k, padding)
         near = _rotate(k, tables.select_block(block).near, norm_after)
-        return near, None if tables.far is None else _rotate(k, tables.far, norm_after)
-
-    def _split_cached_keys(
-        self, spec: ScoreSpec, k: Tensor, positions: Positions, near_start: int
-    ) -> tuple[Tensor, Tensor]:
-        """Near keys from `near_start` on, and far keys, of keys cached at far positions."""
-        norm_after = None if spec.order is None else self._key_features
-        near, first = positions.key[..., near_start:], near_start if positions.regular else None
-        tables = key_tables(spec, self.head_dim, near, k.dtype, first, far_to_near=True)
-        near_k = _rotate(k[:, :, near_start:], tables.near, norm_after)
-        return near_k, k if norm_after is None else norm_after(k)
+        return near, None if tables.far is None else _rotate(k, tables.far, norm_after), 0
 
     def _norm_before_rotation(
         self, spec: ScoreSpec, k: Tensor, padding: Tensor | None
@@ -237,51 +250,19 @@ class Score(nn.Module):
             return k
         return position.key_features(k, _tensors(self.position))
 
-    def _build_inputs(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Positions,
-        mask: AttentionMask,
-        dropout: float,
-        pairs: PairBias | None,
-    ) -> AttentionInputs:
-        window, sink_tokens = self._spec.window
-        selection, bias, normaliser = None, self._spec.bias, self._spec.normaliser
-        if self._spec.selection is not None:
-            padding = None if mask.padding is None else mask.padding[:, v.shape[2] - q.shape[2] :]
-            before = k.new_zeros(v.shape[0], v.shape[2], dtype=at_least_float32(k.dtype))
-            selection = Selection(before, padding)
-        return AttentionInputs(
-            q,
-            k,
-            v,
-            mask if window is None else replace(mask, window=window, sink_tokens=sink_tokens),
-            dropout=dropout,
-            bias=self._distance_bias(q, positions),
-            sink=self.sink,
-            cap=None if self._spec.cap is None else self._spec.cap.cap,
-            pairs=pairs,
-            pair_values=bias.pair_values() if isinstance(bias, PairBiasPart) else None,
-            normaliser=None if normaliser is None else normaliser.weights,
-            selection=selection,
-        )
-
-    def _pair_bias(self, spec: ScoreSpec, q: Tensor, positions: Positions) -> PairBias | None:
+    def _pair_bias(
+        self, bias: PairBiasPart, spec: ScoreSpec, q: Tensor, positions: Positions
+    ) -> PairBias:
         """The bias that depends on both positions; q is normalised but not rotated."""
-        bias, device = spec.bias, q.device.type
-        if not isinstance(bias, PairBiasPart):
-            return None
+        device = q.device.type
         if not q.is_meta and torch.is_autocast_enabled(device):
             # Biases are computed in float32 under autocast, too.
             with torch.autocast(device, enabled=False):
-                return self._pair_bias(spec, q, positions)
+                return self._pair_bias(bias, spec, q, positions)
         query = None
         if bias.reads_queries:
             scale = scale_column(query_scale(spec, self.head_dim, positions.n))
-            query = bias.bias_query(q, _tensors(self.bias))
-            query = scaled(self._apply_learned_scale(query, positions.n), scale)
+            query = scaled(self._apply_learned_scale(q, positions.n), scale)
         return bias.pairs(_tensors(self.bias), at_least_float32(q.dtype), query)
 
     def _distance_bias(self, q: Tensor, positions: Positions) -> Tensor | None:

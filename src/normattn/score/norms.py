@@ -23,10 +23,10 @@ from normattn.plain import use_plain_ops
 
 Kind = Literal["l2", "layer", "rms", "batch", "instance", "dyt", "derf"]
 Across = Literal["head", "all", "each"]
+Heads = Float[Tensor, "b h t d"]
+Padding = Bool[Tensor, "b t"] | None
 _EPS = {"l2": 1e-12, "layer": 1e-5, "rms": 1e-6, "batch": 1e-5, "instance": 1e-5}
-_BOUNDED = ("dyt", "derf")
-# Of BatchNorm's running statistics, as in torch.
-_MOMENTUM = 0.1
+
 # Rows of a backward at a time, so that its temporary tensors stay in a core's cache.
 CHUNK_BYTES = 1 << 19
 
@@ -55,7 +55,7 @@ class Normalisation:
 
     def build(self, heads: int, head_dim: int) -> nn.Module:
         """The module for `heads` heads of `head_dim`."""
-        if self.kind in _BOUNDED:
+        if self.kind in ("dyt", "derf"):
             return BoundedFeatures(self, head_dim)
         eps = _EPS[self.kind] if self.eps is None else self.eps
         kind: type[FeatureNorm | TokenNorm] = TokenNorm if self.leaks_future else FeatureNorm
@@ -77,15 +77,11 @@ class FeatureNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(shape)) if norm.gain else None
         self.bias = nn.Parameter(torch.zeros(shape)) if biased else None
 
-    def forward(
-        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
-    ) -> Float[Tensor, "b h t d"]:
+    def forward(self, x: Heads, padding: Padding = None) -> Heads:
         """Normalise over the last axis (or over heads and the last axis)."""
         return self.apply_directly(x, _scale_rows)
 
-    def apply_directly(
-        self, x: Float[Tensor, "b h t d"], scale_rows: Callable[..., Tensor] | None = None
-    ) -> Float[Tensor, "b h t d"]:
+    def apply_directly(self, x: Heads, scale_rows: Callable[..., Tensor] | None = None) -> Heads:
         """`forward` in fewer Python calls; without support for compilers and torch.func."""
         if scale_rows is None:
             if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
@@ -106,7 +102,11 @@ class FeatureNorm(nn.Module):
             # Gain and bias are applied below.
             rows, row_gain, row_bias = x if x.element_size() > 2 else x.float(), None, None
         if self.kind == "layer":
-            y = _layer_norm(rows, row_gain, row_bias, self.eps)
+            dtype = x.dtype if x.element_size() > 2 else torch.float32
+            row_gain = row_gain if row_gain is None else row_gain.to(dtype)
+            row_bias = row_bias if row_bias is None else row_bias.to(dtype)
+            shape = rows.shape[-1:]
+            y = torch.layer_norm(rows.to(dtype), shape, row_gain, row_bias, self.eps).to(rows.dtype)
         elif self.kind == "l2":
             y = scale_rows(rows, None, self.eps, True)
             y = y if row_gain is None else y * row_gain.to(y.dtype)
@@ -133,9 +133,7 @@ class BoundedFeatures(nn.Module):
         self.weight = nn.Parameter(torch.ones(head_dim)) if norm.gain else None
         self.bias = nn.Parameter(torch.zeros(head_dim)) if norm.gain else None
 
-    def forward(
-        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
-    ) -> Float[Tensor, "b h t d"]:
+    def forward(self, x: Heads, padding: Padding = None) -> Heads:
         """Bound every feature."""
         return bounded(x, self.alpha, self.shift, self.weight, self.bias)
 
@@ -177,33 +175,27 @@ class TokenNorm(nn.Module):
             self.register_buffer("running_mean", torch.zeros(shape))
             self.register_buffer("running_var", torch.ones(shape))
 
-    def forward(
-        self, x: Float[Tensor, "b h t d"], padding: Bool[Tensor, "b t"] | None = None
-    ) -> Float[Tensor, "b h t d"]:
+    def forward(self, x: Heads, padding: Padding = None) -> Heads:
         """Normalise each feature over the unpadded tokens of its row, or of the batch."""
         rows = x.to(at_least_float32(x.dtype))
-        mean, variance = self._statistics(rows, padding)
+        if self.kind == "instance":
+            mean, variance, _ = _moments(rows, padding, (2,), synchronise=False)
+        elif not self.training:
+            mean, variance = self.running_mean, self.running_var
+        else:
+            synchronise = dist.is_available() and dist.is_initialized()
+            mean, variance, count = _moments(rows, padding, (0, 2), synchronise)
+            # No recomputation inside a backward.
+            if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+                with torch.no_grad():
+                    unbiased = variance * (count / (count - 1).clamp(min=1))
+                    share = 0.1 * (count > 0).to(self.running_mean.dtype)
+                    self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+                    self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
         y = (rows - mean) * torch.rsqrt(variance + self.eps)
         if self.weight is not None and self.bias is not None:
             y = y * self.weight + self.bias
         return y.to(x.dtype)
-
-    def _statistics(self, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance; training also updates the running statistics."""
-        if self.kind == "instance":
-            return _moments(x, padding, (2,), synchronise=False)[:2]
-        if not self.training:
-            return self.running_mean, self.running_var
-        synchronise = dist.is_available() and dist.is_initialized()
-        mean, variance, count = _moments(x, padding, (0, 2), synchronise)
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-        if not recomputed:
-            with torch.no_grad():
-                unbiased = variance * (count / (count - 1).clamp(min=1))
-                share = _MOMENTUM * (count > 0).to(self.running_mean.dtype)
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
-        return mean, variance
 
 
 def _moments(
@@ -221,13 +213,6 @@ def _moments(
     divisor = count.clamp(min=1)
     mean = total(x * keep) / divisor
     return mean, total((x - mean) ** 2 * keep) / divisor, count
-
-
-def _layer_norm(x: Tensor, gain: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    dtype = x.dtype if x.element_size() > 2 else torch.float32
-    gain = gain if gain is None else gain.to(dtype)
-    bias = bias if bias is None else bias.to(dtype)
-    return torch.layer_norm(x.to(dtype), x.shape[-1:], gain, bias, eps).to(x.dtype)
 
 
 def rms_norm(
@@ -291,28 +276,24 @@ class _ScaleRows(torch.autograd.Function):
         x, gain, scale = ctx.saved_tensors
         if not torch.is_grad_enabled():
             eps, unit = ctx.settings
-            if unit:
-                return _unit_norm_grad(x, grad, scale, eps), None, None, None
-            return *_rms_norm_grads(x, gain, grad, scale), None, None
+            if not unit:
+                return *_rms_norm_grads(x, gain, grad, scale), None, None
+            # dx = (dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where ‖x‖ ≤ eps.
+            grad = grad.to(scale.dtype)
+            along = (grad * x).sum(-1, keepdim=True).div_(scale).div_(scale)
+            along = torch.ops.aten.threshold_backward(along, scale, eps)
+            grad = torch.addcmul(grad, x, along, value=-1.0).div_(scale)
+            return grad.to(x.dtype), None, None, None
         # This backward is differentiated itself, so torch's own operations compute it.
         inputs = [tensor for tensor in (x, gain) if tensor is not None and tensor.requires_grad]
         y = _scale_rows_plainly(x, gain, *ctx.settings)
         gradients = iter(torch.autograd.grad(y, inputs, grad, create_graph=True))
         grad_x = next(gradients) if x.requires_grad else None
-        grad_gain = next(gradients) if gain is not None and gain.requires_grad else None
-        return grad_x, grad_gain, None, None
+        return grad_x, next(gradients, None), None, None
 
 
 # Skips `apply`'s checks for torch.func, which take as long as a small norm.
 _scale_with_gradient: Any = super(torch.autograd.Function, _ScaleRows).apply
-
-
-def _unit_norm_grad(x: Tensor, grad: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """dx = (dy − x·⟨dy, x⟩/‖x‖²)/‖x‖; dy/eps where ‖x‖ ≤ eps."""
-    grad = grad.to(norm.dtype)
-    along = (grad * x).sum(-1, keepdim=True).div_(norm).div_(norm)
-    along = torch.ops.aten.threshold_backward(along, norm, eps)
-    return torch.addcmul(grad, x, along, value=-1.0).div_(norm).to(x.dtype)
 
 
 def _rms_norm_grads(

@@ -96,10 +96,12 @@ class Positions:
             )
         shift = keys - queries
         if documents is not None:
-            key, visible = _count_in_documents(
-                number_documents(documents, key_padding), key_padding
-            )
-            visible = visible[:, shift:]
+            number = number_documents(documents, key_padding)
+            real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
+            lengths = torch.zeros_like(number).scatter_add_(1, number, real)
+            before = (lengths.cumsum(-1) - lengths).gather(1, number)
+            key = (real.cumsum(-1) - 1 - before).clamp(min=0)
+            visible = lengths.gather(1, number)[:, shift:]
         elif key_padding is not None:
             key = ((~key_padding).cumsum(-1) - 1).clamp(min=0)
             visible = (~key_padding).sum(-1, keepdim=True)
@@ -138,13 +140,3 @@ def number_documents(
     previous = pad(real.cummax(-1).values[:, :-1], (1, 0), value=-1)
     differs = documents != documents.gather(1, previous.clamp(min=0))
     return ((real >= 0) & (previous >= 0) & differs).cumsum(-1)
-
-
-def _count_in_documents(
-    number: Int[Tensor, "b s"], key_padding: Bool[Tensor, "b s"] | None
-) -> tuple[Int[Tensor, "b s"], Int[Tensor, "b s"]]:
-    """Each token's position in its document, and the document's length, without padding."""
-    real = torch.ones_like(number) if key_padding is None else (~key_padding).long()
-    lengths = torch.zeros_like(number).scatter_add_(1, number, real)
-    before = (lengths.cumsum(-1) - lengths).gather(1, number)
-    return (real.cumsum(-1) - 1 - before).clamp(min=0), lengths.gather(1, number)

@@ -116,44 +116,6 @@ class RotaryTables:
         return replace(self, near=replace(self.near, block=block))
 
 
-@dataclass(frozen=True, eq=False)
-class Rotator:
-    """Makes the rotations to any positions.
-
-    Attributes:
-        theta: θ_m of each pair (P,), in float64.
-        interleaved: features 2m and 2m + 1 are a pair, instead of m and m + P.
-        growth: ln of the factor by which each pair grows per position (XPos).
-        start: the first of the 2·P features that rotate.
-    """
-
-    theta: Float[Tensor, " p"]
-    interleaved: bool
-    growth: Float[Tensor, " p"] | None = None
-    start: int = 0
-
-    def at(
-        self, positions: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0, sign: int = 1
-    ) -> Rotation:
-        """Make the rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
-
-        Keys use `sign` −1: they shrink where queries grow.
-        """
-        positions = positions.double()
-        if isinstance(scale, Tensor):
-            scale = scale.double()[..., None]
-        angle = positions[..., None] * self.theta.to(positions.device)
-        unrotated = torch.ones_like(positions)[..., None] * scale
-        if self.growth is not None:
-            exponent = positions[..., None] * (self.growth * sign).to(positions.device)
-            _check_overflow(exponent, self.growth, dtype)
-            scale = exponent.exp() * scale
-        table_dtype = at_least_float32(dtype)
-        tables = angle.cos() * scale, angle.sin() * scale, unrotated
-        cos, sin, unrotated = (add_head_axis(x, 3).to(table_dtype) for x in tables)
-        return Rotation(cos, sin, unrotated, self.interleaved, self.start)
-
-
 def add_head_axis(x: Tensor, batched_dim: int = 2) -> Tensor:
     """Insert an axis for heads after the batch axis, which x has if it has `batched_dim` axes.
 
@@ -198,17 +160,42 @@ def frequencies(spec: ScoreSpec, head_dim: int) -> Float[Tensor, " p"]:
     return position.adjusted(scaling.inverse_frequencies(rotary_dim, base, spec.train_length))
 
 
-def _make_rotator(spec: ScoreSpec, head_dim: int) -> Rotator | None:
-    """The rotator of a score; None without rotary position. The scaling's gain is part of λ."""
+def _make_rotator(
+    spec: ScoreSpec, head_dim: int, dtype: torch.dtype
+) -> Callable[..., Rotation] | None:
+    """A function that makes the rotation to any positions; None without rotary position."""
     position = spec.position
     if not isinstance(position, RotaryPosition):
         return None
-    return Rotator(
-        frequencies(spec, head_dim),
-        interleaved=position.layout == "interleaved",
-        growth=position.log_growth(head_dim),
-        start=position.rotary_start(head_dim),
-    )
+    theta, growth = frequencies(spec, head_dim), position.log_growth(head_dim)
+    layout, start = position.layout, position.rotary_start(head_dim)
+
+    def rotation_to(positions: Tensor, scale: Tensor | float = 1.0, sign: int = 1) -> Rotation:
+        """The rotation to positions (T,) or (B, T), times `scale`, with angles in float64.
+
+        Keys use `sign` −1: with XPos they shrink where queries grow. λ includes a scaling's gain.
+        """
+        positions = positions.double()
+        if isinstance(scale, Tensor):
+            scale = scale.double()[..., None]
+        angle = positions[..., None] * theta.to(positions.device)
+        unrotated = torch.ones_like(positions)[..., None] * scale
+        if growth is not None:
+            exponent = positions[..., None] * (growth * sign).to(positions.device)
+            if not traced() and not exponent.is_meta and exponent.numel():
+                last, fastest = _max_position(growth, dtype), float(growth.abs().max())
+                if float(exponent.abs().max()) > (last + 0.5) * fastest:
+                    raise InputError(
+                        f"XPos in {dtype} works up to position {last}: beyond it a query shrinks "
+                        "and a key grows out of the dtype's range; use a larger scale or a wider "
+                        "dtype"
+                    )
+            scale = exponent.exp() * scale
+        tables = angle.cos() * scale, angle.sin() * scale, unrotated
+        cos, sin, unrotated = (add_head_axis(x, 3).to(at_least_float32(dtype)) for x in tables)
+        return Rotation(cos, sin, unrotated, layout == "interleaved", start)
+
+    return rotation_to
 
 
 def query_tables(
@@ -216,14 +203,12 @@ def query_tables(
 ) -> RotaryTables:
     """Rotary tables of queries at these positions, with λ."""
     if not positions.regular or positions.masked or not cacheable():
-        return _make_query_tables(spec, head_dim, positions.query, positions.n, dtype)
+        return _make_query_tables(positions.query, spec, head_dim, dtype, positions.n)
     queries, keys = positions.query.shape[-1], positions.key.shape[-1]
     # Without causality λ may depend on the number of keys; other tables suit every length.
     visible = None if positions.causal or spec.logn is None else keys
-    first = max(0, keys - queries)
-    length = _table_length(spec, head_dim, dtype, first + queries)
-    tables = _cached_query_tables(spec, head_dim, dtype, length, positions.query.device, visible)
-    return tables.select(slice(first, first + queries))
+    rows, device = slice(max(0, keys - queries), max(queries, keys)), positions.query.device
+    return _select_cached(rows, device, _make_query_tables, spec, head_dim, dtype, visible)
 
 
 def key_tables(
@@ -239,93 +224,76 @@ def key_tables(
     With `far_to_near`, `near` rotates keys from their far to their near positions.
     """
     if first is None or not cacheable():
-        return _make_key_tables(spec, head_dim, positions, dtype, far_to_near)
-    stop = first + positions.shape[-1]
-    length = _table_length(spec, head_dim, dtype, stop)
-    tables = _cached_key_tables(spec, head_dim, dtype, length, positions.device, far_to_near)
-    return tables.select(slice(first, stop))
+        return _make_key_tables(positions, spec, head_dim, dtype, far_to_near)
+    rows, device = slice(first, first + positions.shape[-1]), positions.device
+    return _select_cached(rows, device, _make_key_tables, spec, head_dim, dtype, far_to_near)
 
 
 def _make_query_tables(
-    spec: ScoreSpec, head_dim: int, positions: Tensor, n: Tensor, dtype: torch.dtype
+    positions: Tensor,
+    spec: ScoreSpec,
+    head_dim: int,
+    dtype: torch.dtype,
+    visible: Tensor | int | None,
 ) -> RotaryTables:
-    scale, rotator = query_scale(spec, head_dim, n), _make_rotator(spec, head_dim)
-    if rotator is None:
+    """`visible` is the number of visible keys; None: causality gives it."""
+    if visible is None:
+        visible = positions + 1
+    elif isinstance(visible, int):
+        visible = torch.tensor([visible], device=positions.device)
+    scale = query_scale(spec, head_dim, visible)
+    rotation_to = _make_rotator(spec, head_dim, dtype)
+    if rotation_to is None:
         return RotaryTables(scale=scale_column(scale))
     # Rotations have no head axis, but n has one if each head has its own mask.
-    folded = spec.order is None and n.dim() < 3
+    folded = spec.order is None and visible.dim() < 3
     positions, rotation_scale = positions.double(), scale if folded else 1.0
     separate_scale = None if folded else scale_column(scale)
     if spec.chunk_remapping is not None:
         by_rule = spec.chunk_remapping.query_positions(positions)
-        near = ChunkedRotation(tuple(rotator.at(x, dtype, rotation_scale) for x in by_rule))
+        near = ChunkedRotation(tuple(rotation_to(x, rotation_scale) for x in by_rule))
         return RotaryTables(near, scale=separate_scale)
     far = None
     if spec.remapping is not None:
         far_positions = spec.remapping.far_positions(positions, positions)[0]
-        far = rotator.at(far_positions, dtype, rotation_scale)
-    return RotaryTables(rotator.at(positions, dtype, rotation_scale), far, separate_scale)
+        far = rotation_to(far_positions, rotation_scale)
+    return RotaryTables(rotation_to(positions, rotation_scale), far, separate_scale)
 
 
 def _make_key_tables(
-    spec: ScoreSpec, head_dim: int, positions: Tensor, dtype: torch.dtype, far_to_near: bool
+    positions: Tensor, spec: ScoreSpec, head_dim: int, dtype: torch.dtype, far_to_near: bool
 ) -> RotaryTables:
-    rotator, near, chunks = _make_rotator(spec, head_dim), positions.double(), spec.chunk_remapping
-    if rotator is None:
+    rotation_to, chunks = _make_rotator(spec, head_dim, dtype), spec.chunk_remapping
+    near = positions.double()
+    if rotation_to is None:
         return RotaryTables()
     if chunks is not None:
         chunk = positions.div(chunks.required("size"), rounding_mode="floor").long()
-        rotation = rotator.at(chunks.key_positions(near), dtype, sign=-1)
+        rotation = rotation_to(chunks.key_positions(near), sign=-1)
         return RotaryTables(ChunkedRotation((rotation,), add_head_axis(chunk[..., None], 3)))
     if spec.remapping is None:
-        return RotaryTables(rotator.at(near, dtype, sign=-1))
+        return RotaryTables(rotation_to(near, sign=-1))
     far = spec.remapping.far_positions(near, near)[1]
     if far_to_near:
-        return RotaryTables(rotator.at(near - far, dtype, sign=-1))
-    return RotaryTables(rotator.at(near, dtype, sign=-1), rotator.at(far, dtype, sign=-1))
+        return RotaryTables(rotation_to(near - far, sign=-1))
+    return RotaryTables(rotation_to(near, sign=-1), rotation_to(far, sign=-1))
 
 
-# Cached tables of positions 0 … length − 1, from which calls select rows: a sequence that grows
-# token by token seldom needs new ones. They are not inference tensors, since training uses them.
+def _select_cached(rows: slice, device: torch.device, make: Any, *arguments: Any) -> RotaryTables:
+    """Some rows of cached tables, whose length is a power of two: a sequence seldom outgrows it."""
+    (spec, head_dim, dtype, _), length = arguments, max(64, 1 << (rows.stop - 1).bit_length())
+    rotary = isinstance(spec.position, RotaryPosition)
+    if rotary and (growth := spec.position.log_growth(head_dim)) is not None:
+        length = max(rows.stop, min(length, _max_position(growth, dtype) + 1))
+    return _cached_tables(length, device, make, *arguments).select(rows)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _cached_query_tables(
-    spec: ScoreSpec,
-    head_dim: int,
-    dtype: torch.dtype,
-    length: int,
-    device: torch.device,
-    visible: int | None,
-) -> RotaryTables:
-    """Tables for n = i + 1 visible keys of query i, or n = `visible` for all queries."""
-    query = torch.arange(length, device=device)
-    n = query + 1 if visible is None else torch.tensor([visible], device=device)
-    return _make_query_tables(spec, head_dim, query, n, dtype)
-
-
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)
-def _cached_key_tables(
-    spec: ScoreSpec,
-    head_dim: int,
-    dtype: torch.dtype,
-    length: int,
-    device: torch.device,
-    far_to_near: bool,
-) -> RotaryTables:
-    positions = torch.arange(length, device=device)
-    return _make_key_tables(spec, head_dim, positions, dtype, far_to_near)
-
-
-def _table_length(spec: ScoreSpec, head_dim: int, dtype: torch.dtype, positions: int) -> int:
-    """The length of cached tables: the next power of two, or where growing features overflow."""
-    length, position = max(64, 1 << (positions - 1).bit_length()), spec.position
-    growth = position.log_growth(head_dim) if isinstance(position, RotaryPosition) else None
-    if growth is None:
-        return length
-    return max(positions, min(length, _max_position(growth, dtype) + 1))
+def _cached_tables(length: int, device: torch.device, make: Any, *arguments: Any) -> RotaryTables:
+    """Tables of positions 0 … length − 1; no inference tensors, since training uses them."""
+    tables: RotaryTables = make(torch.arange(length, device=device), *arguments)
+    return tables
 
 
 def _max_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
@@ -333,18 +301,6 @@ def _max_position(log_growth: Float[Tensor, "p"], dtype: torch.dtype) -> int:
     range_of_dtype = math.log(torch.finfo(dtype).max) / 2
     fastest = float(log_growth.abs().max())
     return int(range_of_dtype / fastest) if fastest else 2**62
-
-
-def _check_overflow(exponent: Tensor, log_growth: Tensor, dtype: torch.dtype) -> None:
-    """Raise `InputError` if features exceed the dtype's range; unchecked while tracing."""
-    if traced() or exponent.is_meta or not exponent.numel():
-        return
-    last = _max_position(log_growth, dtype)
-    if float(exponent.abs().max()) > (last + 0.5) * float(log_growth.abs().max()):
-        raise InputError(
-            f"XPos in {dtype} works up to position {last}: beyond it a query shrinks and a key "
-            "grows out of the dtype's range; use a larger scale or a wider dtype"
-        )
 
 
 def feature_pairs(start: int, count: int, interleaved: bool) -> tuple[slice, slice]:

@@ -19,34 +19,11 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from normattn.errors import InputError
+from normattn.score import parts as components
 from normattn.score.grammar import agreed_length, build_parts, check_train_length, print_part, read
-from normattn.score.parts import (
-    BiasPart,
-    Chunked,
-    ChunkRemapping,
-    Differential,
-    FoX,
-    GatePart,
-    Layout,
-    LengthScaling,
-    NormaliserPart,
-    Packed,
-    Part,
-    Position,
-    PositionRemapping,
-    ResidualPart,
-    RopeScaling,
-    RotateFirst,
-    Selective,
-    Sink,
-    SlidingWindow,
-    Slot,
-    SoftCap,
-    ValuePart,
-    Variant,
-    VORoPE,
-)
-from normattn.score.parts.base import default_position, sort_parts
+from normattn.score.parts import Part, Position, Slot, Variant, VORoPE
+from normattn.score.parts.base import Parts, default_position, sort_parts
+from normattn.score.parts.long_context import blockwise
 
 P = typing.TypeVar("P", bound=Part)
 
@@ -61,19 +38,12 @@ def is_unmodified(method: str) -> bool:
 
 @dataclass(frozen=True)
 class PartAttribute(typing.Generic[P]):
-    """An attribute of a `ScoreSpec`: the component in `slot` if it is a `part_class`, else None."""
+    """An attribute of a `ScoreSpec`: the component that is a `part_class`, or None."""
 
-    slot: Slot
     part_class: type[P]
 
     def __get__(self, spec: ScoreSpec, owner: type[ScoreSpec]) -> P | None:
-        part = next((part for part in spec.parts if part.slot is self.slot), None)
-        return part if isinstance(part, self.part_class) else None
-
-
-@functools.cache
-def _part_attributes() -> tuple[str, ...]:
-    return tuple(name for name, x in vars(ScoreSpec).items() if isinstance(x, PartAttribute))
+        return next((part for part in spec.parts if isinstance(part, self.part_class)), None)
 
 
 @dataclass(frozen=True)
@@ -90,54 +60,54 @@ class ScoreSpec:
 
     parts: tuple[Part, ...]
     train_length: int | None = None
+    variant: Variant = field(init=False, compare=False, repr=False)
+    position: Position = field(init=False, compare=False, repr=False)
     leaks_future: bool = field(init=False, compare=False, repr=False, default=False)
     blockwise: bool = field(init=False, compare=False, repr=False, default=False)
     value_rope: ScoreSpec | None = field(init=False, compare=False, repr=False, default=None)
 
-    logn = PartAttribute(Slot.LOGN, LengthScaling)
-    rope_scaling = PartAttribute(Slot.ROPE_SCALING, RopeScaling)
-    remapping = PartAttribute(Slot.REMAPPING, PositionRemapping)
-    chunk_remapping = PartAttribute(Slot.REMAPPING, ChunkRemapping)
-    order = PartAttribute(Slot.ORDER, RotateFirst)
-    bias = PartAttribute(Slot.BIAS, BiasPart)
-    residual = PartAttribute(Slot.RESIDUAL, ResidualPart)
-    cap = PartAttribute(Slot.CAP, SoftCap)
-    sink = PartAttribute(Slot.SINK, Sink)
-    normaliser = PartAttribute(Slot.NORMALISER, NormaliserPart)
-    selection = PartAttribute(Slot.NORMALISER, Selective)
-    difference = PartAttribute(Slot.NORMALISER, Differential)
-    values = PartAttribute(Slot.VALUES, ValuePart)
-    gate = PartAttribute(Slot.GATE, GatePart)
-    documents = PartAttribute(Slot.DOCUMENTS, Packed)
-    layout = PartAttribute(Slot.LAYOUT, Layout)
-    _variant = PartAttribute(Slot.VARIANT, Variant)
-    _position = PartAttribute(Slot.POSITION, Position)
-    _forgetting = PartAttribute(Slot.BIAS, FoX)
-    _sliding = PartAttribute(Slot.WINDOW, SlidingWindow)
-    _chunked = PartAttribute(Slot.WINDOW, Chunked)
+    logn = PartAttribute(components.LengthScaling)
+    rope_scaling = PartAttribute(components.RopeScaling)
+    remapping = PartAttribute(components.PositionRemapping)
+    chunk_remapping = PartAttribute(components.ChunkRemapping)
+    order = PartAttribute(components.RotateFirst)
+    bias = PartAttribute(components.BiasPart)
+    residual = PartAttribute(components.ResidualPart)
+    cap = PartAttribute(components.SoftCap)
+    sink = PartAttribute(components.Sink)
+    normaliser = PartAttribute(components.NormaliserPart)
+    selection = PartAttribute(components.Selective)
+    difference = PartAttribute(components.Differential)
+    values = PartAttribute(components.ValuePart)
+    gate = PartAttribute(components.GatePart)
+    documents = PartAttribute(components.Packed)
+    layout = PartAttribute(components.Layout)
+    _forgetting = PartAttribute(components.FoX)
+    _sliding = PartAttribute(components.SlidingWindow)
+    _chunked = PartAttribute(components.Chunked)
 
     def __post_init__(self) -> None:
         if not all(isinstance(part, Part) for part in self.parts):
             raise InputError(
                 f"ScoreSpec takes components, not {self.parts!r}; ScoreSpec.parse takes a name"
             )
+        stored = self.__dict__
         if self.train_length is not None:
-            object.__setattr__(self, "train_length", check_train_length(self.train_length))
-        filled = (part.filled(self.train_length, None) for part in sort_parts(self.parts))
-        object.__setattr__(self, "parts", tuple(filled))
+            stored["train_length"] = check_train_length(self.train_length)
+        parts = [part.filled(self.train_length, None) for part in sort_parts(self.parts)]
+        stored["parts"] = tuple(parts)
         # Stored once, since every call of attention reads many of them.
-        self.__dict__.update({name: getattr(self, name) for name in _part_attributes()})
+        stored.update({name: getattr(self, name) for name in _PART_ATTRIBUTES})
+        slots = {part.slot: part for part in parts}
+        stored["variant"], stored["position"] = slots[Slot.VARIANT], slots[Slot.POSITION]
         norms = (self.variant.query_norm(), self.variant.key_norm())
-        leaks = any(norm is not None and norm.leaks_future for norm in norms)
-        object.__setattr__(self, "leaks_future", leaks)
-        scaling = self.rope_scaling
-        blockwise = self.chunk_remapping is not None or (scaling is not None and scaling.blockwise)
-        object.__setattr__(self, "blockwise", blockwise)
-        _check_combination(self)
-        if isinstance(self.values, VORoPE):
-            values = self.values
-            rope = ScoreSpec.parse("Baseline-RoPE", base=values.base, layout=values.layout)
-            object.__setattr__(self, "value_rope", rope)
+        stored["leaks_future"] = any(norm is not None and norm.leaks_future for norm in norms)
+        stored["blockwise"] = blockwise(slots) is not None
+        _check_combination(self, slots)
+        if isinstance(rope := self.values, VORoPE):
+            stored["value_rope"] = ScoreSpec.parse(
+                "Baseline-RoPE", base=rope.base, layout=rope.layout
+            )
 
     @classmethod
     def parse(cls, text: str, train_length: int | None = None, **parameters: Any) -> ScoreSpec:
@@ -163,18 +133,6 @@ class ScoreSpec:
 
     def __str__(self) -> str:
         return self.text if self.train_length is None else f"{self.text}@{self.train_length}"
-
-    @property
-    def variant(self) -> Variant:
-        """The normalisation of queries and keys, and the base of λ."""
-        assert self._variant is not None
-        return self._variant
-
-    @property
-    def position(self) -> Position:
-        """The position component, rotary or not."""
-        assert self._position is not None
-        return self._position
 
     @property
     def block(self) -> tuple[str, int]:
@@ -242,10 +200,7 @@ class ScoreSpec:
 
         Values that follow from the training length are left out.
         """
-        length = self.train_length
-        return "-".join(
-            print_part(part, type(part)().filled(length, None)) for part in self.trained._named
-        )
+        return "-".join(self._print_short(part) for part in self.trained._named)
 
     @property
     def method(self) -> str:
@@ -258,12 +213,7 @@ class ScoreSpec:
 
         Values that follow from the training length or the factor are left out.
         """
-        names = []
-        for part in self._added:
-            factor = getattr(part, "factor", None)
-            factor = factor if isinstance(factor, float) else None
-            names.append(print_part(part, type(part)().filled(self.train_length, factor)))
-        return "-".join(names)
+        return "-".join(self._print_short(part) for part in self._added)
 
     @property
     def method_text(self) -> str:
@@ -314,6 +264,12 @@ class ScoreSpec:
         """The inference-time components, in the order of the name."""
         return tuple(part for part in self._named if part.when != "training-time")
 
+    def _print_short(self, part: Part) -> str:
+        """A part without the values that follow from the training length or its own factor."""
+        factor = getattr(part, "factor", None)
+        factor = factor if isinstance(factor, float) else None
+        return print_part(part, type(part)().filled(self.train_length, factor))
+
     @classmethod
     def __get_pydantic_core_schema__(
         cls, source: type[Any], handler: GetCoreSchemaHandler
@@ -331,22 +287,19 @@ def as_spec(value: Any) -> ScoreSpec:
     return value if isinstance(value, ScoreSpec) else ScoreSpec.parse(value)
 
 
-def _check_combination(spec: ScoreSpec) -> None:
-    slots = {part.slot: part for part in spec.parts}
+_PART_ATTRIBUTES = [name for name, x in vars(ScoreSpec).items() if isinstance(x, PartAttribute)]
+
+
+def _check_combination(spec: ScoreSpec, slots: Parts) -> None:
     for part in spec.parts:
         if reason := part.conflict(slots):
             raise InputError(reason)
         if part.needs_rotary and not spec.position.rotary:
-            position = spec.position.name if spec.bias is None else spec.bias.name
-            raise InputError(
-                f"{part.name} cannot be combined with {position}: {part.name} changes rotary "
-                f"positions, and {spec.name} has none"
-            )
+            why = f"{part.name} changes rotary positions, and {spec.name} has none"
+            raise InputError(part.refusal(spec.bias or spec.position, why))
         if spec.layout is not None and not spec.layout.stretchable and part.when != "training-time":
-            raise InputError(
-                f"{part.name} cannot be combined with {spec.layout.name}: all its layers but the "
-                "last attend within a window, and the last has no rotary position and its own log-n"
-            )
+            why = "most layers have a window, and the last has no position and its own log-n"
+            raise InputError(part.refusal(spec.layout, why))
     if spec.needs_causal and spec.leaks_future:
         causal = next(
             part

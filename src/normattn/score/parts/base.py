@@ -187,7 +187,7 @@ class Part:
 
     def refusal(self, other: Part, why: str) -> str:
         """The message that this part and another exclude each other."""
-        return f"{self.name} and {other.name} cannot be combined: {why}"
+        return f"{self.name} cannot be combined with {other.name}: {why}"
 
 
 Parts = Mapping[Slot, Part]
@@ -262,10 +262,7 @@ def sort_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     slots: dict[Slot, Part] = {}
     for part in parts:
         if part.slot in slots:
-            first = slots[part.slot].name
-            raise InputError(
-                f"{first} and {part.name} cannot be combined: both choose the {part.slot}"
-            )
+            raise InputError(slots[part.slot].refusal(part, f"both choose the {part.slot}"))
         slots[part.slot] = part
     if Slot.VARIANT not in slots:
         names = "-".join(part.name for part in slots.values())

@@ -18,7 +18,7 @@ from normattn.errors import InputError
 from normattn.kernels import AttentionMask
 from normattn.kernels.inputs import PairBias, PairValues
 from normattn.plain import transformed
-from normattn.score.parts.base import QUARTER_LENGTH, Part, Slot, number, register
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Parts, Slot, number, register
 
 Learned = Mapping[str, Tensor]
 Distances = Float[Tensor, " r"]
@@ -52,13 +52,16 @@ class PairBiasPart(BiasPart):
     needs_causal = True
     reads_queries: ClassVar[bool] = False
 
-    def content_query(self, q: Queries, learned: Learned) -> Queries:
-        """The queries to multiply with keys, from normalised ones before the rotation."""
-        return q
+    def conflict(self, parts: Parts) -> str | None:
+        """Queries must be normalised before the rotation if they are read."""
+        if self.reads_queries and Slot.ORDER in parts:
+            why = f"{self.name} reads normalised queries that have no position yet"
+            return self.refusal(parts[Slot.ORDER], why)
+        return super().conflict(parts)
 
-    def bias_query(self, q: Queries, learned: Learned) -> Queries:
-        """The queries to compute the bias from, before λ."""
-        return q
+    def split_query(self, q: Queries, learned: Learned) -> tuple[Queries, Queries]:
+        """The queries to multiply with keys, and those of the bias, before rotation and λ."""
+        return q, q
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """The bias of all pairs, computed in `dtype`; `query` includes λ, None if not needed."""
@@ -272,9 +275,6 @@ class CoPE(PairBiasPart):
     equation = "b = λ·⟨q_i, e[p]⟩, p = Σ_{j≤l≤i} σ(s_il)"
     source = "arXiv 2405.18719; github.com/facebookresearch/RAM"
     reads_queries = True
-    excludes: ClassVar[Mapping[Slot, str]] = {
-        Slot.ORDER: "CoPE reads normalised queries that have no position yet"
-    }
     positions: int = number(default=64, least=2)
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
@@ -319,9 +319,6 @@ class XLNet(PairBiasPart):
     used_by = "Transformer-XL, XLNet"
     needs_causal = False
     reads_queries = True
-    excludes: ClassVar[Mapping[Slot, str]] = {
-        Slot.ORDER: "XLNet reads normalised queries that have no position yet"
-    }
 
     def learned(self, heads: int, head_dim: int) -> dict[str, Tensor]:
         """u, v and W, drawn from torch's global generator."""
@@ -329,13 +326,10 @@ class XLNet(PairBiasPart):
         shapes = {"u": (heads, head_dim), "v": (heads, head_dim), "w": (heads * head_dim, waves)}
         return {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
 
-    def content_query(self, q: Queries, learned: Learned) -> Queries:
-        """q + u."""
-        return q + learned["u"].to(q.dtype)[:, None]
-
-    def bias_query(self, q: Queries, learned: Learned) -> Queries:
-        """q + v."""
-        return q + learned["v"].to(q.dtype)[:, None]
+    def split_query(self, q: Queries, learned: Learned) -> tuple[Queries, Queries]:
+        """q + u and q + v."""
+        u, v = (learned[name].to(q.dtype)[:, None] for name in ("u", "v"))
+        return q + u, q + v
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """λ·W_hᵀ(q + v) times sines and cosines of i − j, as features of i times features of j."""

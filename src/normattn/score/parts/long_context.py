@@ -12,16 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from normattn.errors import InputError
-from normattn.score.parts.base import (
-    QUARTER_LENGTH,
-    Part,
-    Parts,
-    Slot,
-    by_length,
-    number,
-    one_of,
-    register,
-)
+from normattn.score.parts.base import QUARTER_LENGTH, Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.rope_scaling import RopeScaling
 
 QueryPositions = Float[Tensor, "*bq t"]
@@ -112,8 +103,7 @@ def _fitting_slope(part: Any, length: int | None, factor: float | None) -> float
     """The s with which text of factor·L tokens fits into L."""
     if length is None or factor is None or part.window >= length:
         return None
-    slope: float = (factor * length - part.window) / (length - part.window)
-    return slope
+    return float((factor * length - part.window) / (length - part.window))
 
 
 @register
@@ -178,9 +168,7 @@ class StreamingLLM(PositionRemapping):
     )
     source = "arXiv 2309.17453"
     window: int | None = number(
-        default=None,
-        least=1,
-        fill=lambda part, length, factor: length and max(1, length - part.sinks),
+        default=None, least=1, fill=lambda part, length, _: length and max(1, length - part.sinks)
     )
     sinks: int = number(default=4, least=0)
 
@@ -211,20 +199,17 @@ class DualChunk(ChunkRemapping):
     source = "arXiv 2402.17463; github.com/HKUNLP/ChunkLlama"
     used_by = "Qwen2.5-1M (with YaRNTemperature)"
     size: int | None = number(
-        default=None, least=1, fill=by_length(lambda length: max(1, 3 * length // 4))
+        default=None, least=1, fill=lambda part, length, _: length and max(1, 3 * length // 4)
     )
     local: int | None = number(
-        default=None,
-        least=1,
-        fill=lambda part, length, factor: length and max(1, length - part.size),
+        default=None, least=1, fill=lambda part, length, _: length and max(1, length - part.size)
     )
     beyond: int = one_of(0, 1, default=0)
 
     @property
     def reach(self) -> int:
         """c = s + w."""
-        reach: int = self.required("size") + self.required("local")
-        return reach
+        return int(self.required("size") + self.required("local"))
 
     def key_positions(self, key: KeyPositions) -> KeyPositions:
         """j mod s."""

@@ -215,15 +215,11 @@ class FullEvery(Layout):
     def conflict(self, parts: Parts) -> str | None:
         """`base` and `stretch` need rotary position, and `stretch` excludes RoPE scaling."""
         if self.stretch != 1 and Slot.ROPE_SCALING in parts:
-            return self.refusal(
-                parts[Slot.ROPE_SCALING], f"stretch={self.stretch:g} stretches the full layers too"
-            )
+            why = f"stretch={self.stretch:g} stretches the full layers too"
+            return self.refusal(parts[Slot.ROPE_SCALING], why)
         position, changes_rope = parts[Slot.POSITION], self.base is not None or self.stretch != 1
         if changes_rope and not isinstance(position, RotaryPosition):
-            return (
-                f"FullEvery(base=…, stretch=…) cannot be combined with {position.name}: both "
-                "change rotary positions"
-            )
+            return self.refusal(position, "base=… and stretch=… change rotary positions")
         return super().conflict(parts)
 
     def layer(self, parts: Parts, layer: int, layers: int, length: int | None) -> Iterable[Part]:

@@ -139,7 +139,7 @@ class QKNorm2020(UnitNorm):
 
     def learned_base(self, train_length: int | None) -> float | None:
         """log2(l² − l)."""
-        length: int = self.required("length")
+        length = self.required("length")
         return math.log2(length * length - length)
 
 
@@ -166,27 +166,31 @@ class NGPT(Variant):
 
 @dataclass(frozen=True)
 class SidedNorm(ScaledVariant):
-    """A norm of the sides that the name starts with; λ is 1/√d, or `scale`."""
+    """A norm of the sides that the name starts with; λ is 1/√d, or `scale`.
+
+    `gain`: a learned factor for each feature, in most norms with a bias; all heads share it.
+    """
 
     kind: ClassVar[Kind]
+    gain: bool = True
+
+    def normalisation(self) -> Normalisation:
+        """The norm with this gain, and with the part's `across` and `eps` if it has them."""
+        across: Across = getattr(self, "across", "head")
+        return Normalisation(self.kind, self.gain, across, getattr(self, "eps", None))
 
 
 @dataclass(frozen=True)
 class FeatureNorm(SidedNorm):
-    """A norm over features. Parameters: `gain` (learned), `across` (head, all, each), `eps`.
+    """A norm over features, by default with statistics per head.
 
-    By default statistics are per head, and all heads share a gain. `across=each` gives each head
-    its own gain (Command R+); `across=all` takes statistics over all heads together (OLMo 2).
+    `across=each` gives each head its own gain (Command R+); `across=all` takes statistics over all
+    heads together (OLMo 2).
     """
 
     source = "arXiv 2302.05442 (ViT-22B)"
-    gain: bool = True
     across: Across = one_of("head", "all", "each", default="head")  # noqa: RUF009
     eps: float = number(default=1e-6, least=0)
-
-    def normalisation(self) -> Normalisation:
-        """LayerNorm or RMSNorm."""
-        return Normalisation(self.kind, self.gain, self.across, self.eps)
 
 
 @register
@@ -213,7 +217,7 @@ class KLayerNorm(FeatureNorm):
     kind, sides = "layer", "K"
 
 
-RMS_NORM = "arXiv 1910.07467; on queries and keys: arXiv 2501.00656 (OLMo 2)"
+_RMS_NORM = "arXiv 1910.07467; on queries and keys: arXiv 2501.00656 (OLMo 2)"
 
 
 @register
@@ -221,8 +225,7 @@ class QKRMSNorm(FeatureNorm):
     """RMSNorm on queries and keys, scale 1/√d."""
 
     equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
-    source = RMS_NORM
-    kind, sides = "rms", "QK"
+    kind, sides, source = "rms", "QK", _RMS_NORM
 
 
 @register
@@ -230,8 +233,7 @@ class QRMSNorm(FeatureNorm):
     """RMSNorm on queries, scale 1/√d."""
 
     equation = "s = ⟨N(q), k⟩ / √d, N(x) = x/√(mean x² + eps)·g"
-    source = RMS_NORM
-    kind, sides = "rms", "Q"
+    kind, sides, source = "rms", "Q", _RMS_NORM
 
 
 @register
@@ -239,27 +241,15 @@ class KRMSNorm(FeatureNorm):
     """RMSNorm on keys, scale 1/√d."""
 
     equation = "s = ⟨q, N(k)⟩ / √d, N(x) = x/√(mean x² + eps)·g"
-    source = RMS_NORM
-    kind, sides = "rms", "K"
-
-
-@dataclass(frozen=True)
-class BoundedNorm(SidedNorm):
-    """A bounded function of each feature instead of a norm, with a learned α for each side.
-
-    `gain`: followed by a learned factor and bias for each feature, shared by the heads.
-    """
-
-    gain: bool = True
-
-    def normalisation(self) -> Normalisation:
-        """DyT or Derf."""
-        return Normalisation(self.kind, self.gain)
+    kind, sides, source = "rms", "K", _RMS_NORM
 
 
 @register
-class QKDyT(BoundedNorm):
-    """DyT on queries and keys, scale 1/√d."""
+class QKDyT(SidedNorm):
+    """DyT on queries and keys, scale 1/√d.
+
+    A bounded function of each feature instead of a norm, with a learned α for each side.
+    """
 
     equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = tanh(α·x)·g + b"
     source = "arXiv 2503.10622"
@@ -267,8 +257,8 @@ class QKDyT(BoundedNorm):
 
 
 @register
-class QKDerf(BoundedNorm):
-    """Derf on queries and keys, scale 1/√d."""
+class QKDerf(SidedNorm):
+    """Derf on queries and keys, scale 1/√d: a bounded function like `QKDyT`."""
 
     equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = erf(α·x + s)·g + b"
     source = "arXiv 2512.10938"
@@ -277,15 +267,10 @@ class QKDerf(BoundedNorm):
 
 @dataclass(frozen=True)
 class TokenNorm(SidedNorm):
-    """A norm over tokens, not causal. Parameters: `gain` (learned, with a bias), `eps`."""
+    """A norm over tokens, not causal."""
 
     source = "arXiv 1502.03167, 1607.08022; kexue.fm/archives/9859"
-    gain: bool = True
     eps: float = number(default=1e-5, least=0)
-
-    def normalisation(self) -> Normalisation:
-        """BatchNorm or InstanceNorm."""
-        return Normalisation(self.kind, self.gain, eps=self.eps)
 
 
 @register

@@ -29,20 +29,17 @@ class ResidualPart(Part):
     @property
     def mean(self) -> bool:
         """Whether softmax gets the mean over the layers so far instead of the sum."""
-        return False
+        return bool(getattr(self, "running_mean", False))
 
     def conflict(self, parts: Parts) -> str | None:
         """Every layer must have one product per pair, over the same pairs."""
         layout, blocks = parts.get(Slot.LAYOUT), blockwise(parts)
         if Slot.REMAPPING not in parts and blocks is not None:
-            return self.refusal(
-                blocks,
-                "its frequencies change with each block of rows, so scores of layers do not add up",
-            )
+            why = "its frequencies change with each block of rows, so scores do not add up"
+            return self.refusal(blocks, why)
         if isinstance(layout, Layout) and (not layout.uniform or Slot.WINDOW in parts):
-            return self.refusal(
-                layout, "some layers would see keys for which the layers below have no scores"
-            )
+            why = "some layers would see keys for which the layers below have no scores"
+            return self.refusal(layout, why)
         return super().conflict(parts)
 
 
@@ -58,11 +55,6 @@ class RealFormer(ResidualPart):
     source = "arXiv 2012.11747"
     summed = "scores"
     running_mean: bool = False
-
-    @property
-    def mean(self) -> bool:
-        """`running_mean`."""
-        return self.running_mean
 
 
 @register
@@ -107,6 +99,5 @@ class ValueResidual(ResidualPart):
     def conflict(self, parts: Parts) -> str | None:
         """Layers may see different keys, but each must compute all rows in one block."""
         blocks = blockwise(parts)
-        if blocks is None:
-            return None
-        return self.refusal(blocks, "its keys are rotated again for each block of rows")
+        why = "its keys are rotated again for each block of rows"
+        return None if blocks is None else self.refusal(blocks, why)

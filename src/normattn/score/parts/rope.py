@@ -18,6 +18,7 @@ from normattn.score.parts.qk_norm import Variant
 
 Theta = Float[Tensor, "half"]
 """A number for each pair of features that rotates, such as θ_m."""
+Keys = Float[Tensor, "b g s d"]
 
 
 def rope_frequencies(head_dim: int, base: float) -> Theta:
@@ -80,9 +81,7 @@ class RotaryPosition(Position):
         """The features of a query that rotate."""
         return q
 
-    def key_features(
-        self, k: Float[Tensor, "b g s d"], learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "b g s wide"]:
+    def key_features(self, k: Keys, learned: Mapping[str, Tensor]) -> Float[Tensor, "b g s wide"]:
         """The features of a key that rotate."""
         return k
 
@@ -226,9 +225,7 @@ class PoPE(RotaryPosition):
         size = F.softplus(q)
         return self._pairs(size, torch.zeros_like(size))
 
-    def key_features(
-        self, k: Float[Tensor, "b g s d"], learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "b g s wide"]:
+    def key_features(self, k: Keys, learned: Mapping[str, Tensor]) -> Float[Tensor, "b g s wide"]:
         """softplus(k)·(cos δ, sin δ)."""
         size, delta = F.softplus(k), learned["delta"].to(k.dtype)[:, None]
         return self._pairs(size * delta.cos(), size * delta.sin())
@@ -255,15 +252,10 @@ class RotateFirst(Part):
     def conflict(self, parts: Parts) -> str | None:
         """It needs a normalisation, and a rotation that keeps lengths."""
         variant, position = parts[Slot.VARIANT], parts[Slot.POSITION]
-        assert isinstance(variant, Variant)
-        if variant.query_norm() is None and variant.key_norm() is None:
-            return (
-                f"RotateFirst cannot be combined with {variant.name}: {variant.name} normalises "
-                "nothing, so there is no order to choose"
-            )
+        if isinstance(variant, Variant) and not (variant.query_norm() or variant.key_norm()):
+            why = f"{variant.name} normalises nothing, so there is no order to choose"
+            return self.refusal(variant, why)
         if isinstance(position, RotaryPosition) and position.log_growth(2) is not None:
-            return (
-                f"RotateFirst cannot be combined with {position.name}: its growth with the "
-                "position would be normalised away, so the score would not depend on distance alone"
-            )
+            why = "its growth would be normalised away, so more than the distance would matter"
+            return self.refusal(position, why)
         return None

@@ -30,8 +30,8 @@ class RopeScaling(Part):
         return self
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
-        """θ'_m in float64, m = 0 … d/2 − 1, in radians per token."""
-        raise InputError(f"{self.name} defines no frequencies")
+        """θ'_m in float64, m = 0 … d/2 − 1, in radians per token; blockwise scalings have none."""
+        raise InputError(f"{self.name} has no frequencies for all rows")
 
     def gain(self, train_length: int | None) -> float:
         """The factor of λ."""
@@ -147,10 +147,6 @@ class DynamicNTK(RopeScaling):
     def for_block(self, block: int, train_length: int) -> RopeScaling:
         """NTK with the factor 1 + s·block."""
         return NTK(1 + self.factor * block)
-
-    def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
-        """Raises `InputError`: each block has its own frequencies (`for_block`)."""
-        raise InputError("DynamicNTK has frequencies for each block of rows: use for_block(…)")
 
 
 @register

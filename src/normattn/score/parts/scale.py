@@ -14,6 +14,9 @@ from torch import Tensor
 from normattn.errors import InputError
 from normattn.score.parts.base import TRAIN_LENGTH, Part, Slot, number, one_of, register
 
+Learned = Mapping[str, Tensor]
+Counts = Float[Tensor, "*b one_or_h t"]
+
 
 @dataclass(frozen=True)
 class LengthScaling(Part):
@@ -35,9 +38,7 @@ class LengthScaling(Part):
         """The initial values of learned parameters, by name; empty by default."""
         return {}
 
-    def learned_factor(
-        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "*b h t"]:
+    def learned_factor(self, n: Counts, learned: Learned) -> Float[Tensor, "*b h t"]:
         """A learned multiplier of λ for n visible keys; n has a head axis, of size 1 if shared."""
         raise InputError(f"{self.name} learns nothing")
 
@@ -135,9 +136,7 @@ class SSMax(LengthScaling):
         initial = {"s": torch.full((heads,), length / math.lgamma(length + 1))}
         return initial | {"b": torch.zeros(heads)} if self.bias else initial
 
-    def learned_factor(
-        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "*b h t"]:
+    def learned_factor(self, n: Counts, learned: Learned) -> Float[Tensor, "*b h t"]:
         """s_h·ln n + b_h."""
         factor = learned["s"].to(n.dtype)[:, None] * n.log()
         return factor + learned["b"].to(n.dtype)[:, None] if self.bias else factor
@@ -158,14 +157,9 @@ class ASScale(LengthScaling):
 
     def learned(self, heads: int, train_length: int | None) -> dict[str, Float[Tensor, "h"]]:
         """β and γ, drawn from torch's global generator."""
-        return {
-            "beta": torch.empty(heads).uniform_(0.1, 1.0),
-            "gamma": 0.1 * torch.randn(heads),
-        }
+        return {"beta": torch.empty(heads).uniform_(0.1, 1.0), "gamma": 0.1 * torch.randn(heads)}
 
-    def learned_factor(
-        self, n: Float[Tensor, "*b one_or_h t"], learned: Mapping[str, Tensor]
-    ) -> Float[Tensor, "*b h t"]:
+    def learned_factor(self, n: Counts, learned: Learned) -> Float[Tensor, "*b h t"]:
         """delta + β_h·(ln(n + 1))^(γ_h)."""
         beta, gamma = (learned[name].to(n.dtype)[:, None] for name in ("beta", "gamma"))
         return self.delta + beta * (n + 1).log() ** gamma

@@ -22,6 +22,8 @@ from normattn.score.parts.base import TRAIN_LENGTH, Part, Parts, Slot, number, o
 from normattn.score.parts.long_context import blockwise
 
 Scores = Float[Tensor, "b h t s"]
+Outputs = Float[Tensor, "b h t e"]
+PairOutputs = Float[Tensor, "b p t e"]
 
 
 @register
@@ -173,12 +175,8 @@ class Selective(Part):
 
     def conflict(self, parts: Parts) -> str | None:
         """The selection needs all rows in their order."""
-        blocks = blockwise(parts)
-        if blocks is None:
-            return None
-        return self.refusal(
-            blocks, f"{blocks.name} computes rows in blocks, and Selective sums over earlier rows"
-        )
+        blocks, why = blockwise(parts), "it computes rows in blocks, and a selection sums over rows"
+        return None if blocks is None else self.refusal(blocks, why)
 
 
 def _default_init(layer: int) -> float:
@@ -213,16 +211,11 @@ class Differential(Part):
         return {**vectors, "gain": torch.ones(2 * head_dim)}
 
     def joined(
-        self,
-        first: Float[Tensor, "b p t e"],
-        second: Float[Tensor, "b p t e"],
-        learned: Mapping[str, Tensor],
-    ) -> Float[Tensor, "b p t e"]:
+        self, first: PairOutputs, second: PairOutputs, learned: Mapping[str, Tensor]
+    ) -> PairOutputs:
         """The norm of first − λ·second of P pairs of heads, in float32 or wider."""
-        dtype = at_least_float32(first.dtype)
-        q1, k1, q2, k2, gain = (
-            learned[name].to(dtype) for name in ("q1", "k1", "q2", "k2", "gain")
-        )
+        dtype, names = at_least_float32(first.dtype), ("q1", "k1", "q2", "k2", "gain")
+        q1, k1, q2, k2, gain = (learned[name].to(dtype) for name in names)
         init = _default_init(0) if self.init is None else self.init
         factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + init
         difference = first.to(dtype) - factor * second.to(dtype)
@@ -247,9 +240,7 @@ class GatePart(Part):
         """The number of logits of a token, for heads with `size` output features."""
         return heads
 
-    def gated(
-        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b out t _"]
-    ) -> Float[Tensor, "b out t e"]:
+    def gated(self, o: Outputs, logits: Float[Tensor, "b out t _"]) -> Float[Tensor, "b out t e"]:
         """The gated outputs."""
         raise InputError(f"{self.name} defines no outputs")
 
@@ -273,9 +264,7 @@ class Gate(GatePart):
         """H·E, or H per head."""
         return heads * size if self.per == "feature" else heads
 
-    def gated(
-        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b h t _"]
-    ) -> Float[Tensor, "b h t e"]:
+    def gated(self, o: Outputs, logits: Float[Tensor, "b h t _"]) -> Outputs:
         """σ(W_g x) ⊙ o, or ln(1 + e^(W_g x)) ⊙ o."""
         return o * (torch.sigmoid(logits) if self.act == "sigmoid" else F.softplus(logits))
 
@@ -307,8 +296,6 @@ class DifferentialV2(GatePart):
         """H/2."""
         return heads // 2
 
-    def gated(
-        self, o: Float[Tensor, "b h t e"], logits: Float[Tensor, "b pairs t 1"]
-    ) -> Float[Tensor, "b pairs t e"]:
+    def gated(self, o: Outputs, logits: Float[Tensor, "b p t 1"]) -> PairOutputs:
         """o₁ − σ(λ)·o₂."""
         return o[:, 0::2] - torch.sigmoid(logits) * o[:, 1::2]

@@ -19,7 +19,7 @@ from normattn.kernels.numerics import at_least_float32
 from normattn.score.parts.base import Part, Parts, Slot, number, one_of, register
 from normattn.score.parts.bias import Learned, PairBiasPart, Queries, require_query
 from normattn.score.parts.residual import ResidualPart
-from normattn.score.parts.softmax import Differential
+from normattn.score.parts.softmax import Differential, Outputs
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ class XSA(ValuePart):
             return self.refusal(residual, "the layer's values are mixed with those of layers below")
         return super().conflict(parts)
 
-    def without(
-        self, o: Float[Tensor, "b h t e"], own: Float[Tensor, "b h t e"]
-    ) -> Float[Tensor, "b h t e"]:
+    def without(self, o: Outputs, own: Outputs) -> Outputs:
         """o without its component along `own`, in float32 or wider; o where `own` is 0."""
         dtype = at_least_float32(o.dtype)
         x, v = o.to(dtype), own.to(dtype)
@@ -100,49 +98,40 @@ class NEZHA(OwnValues, PairBiasPart):
     needs_causal = False
     reads_queries = True
     excludes: ClassVar[Mapping[Slot, str]] = {
-        Slot.ORDER: "NEZHA reads normalised queries that have no position yet",
         Slot.VALUES: "both change what a value is read as",
     }
     clip: int = number(default=64, least=1)
 
     def pairs(self, learned: Learned, dtype: torch.dtype, query: Queries | None) -> PairBias:
         """λ·⟨q, R⟩ of each query and clipped distance, looked up by the distance of each pair."""
-        sinusoids, q = RelativeSinusoids(self.clip), require_query(self, query).to(dtype)
-        table = q @ sinusoids.table(q.shape[-1], q).t()
+        q = require_query(self, query).to(dtype)
+        table = q @ self._sinusoids(q.shape[-1], q).t()
 
         def compute(score: Tensor, mask: AttentionMask, table: Tensor) -> Tensor:
-            return table.gather(-1, sinusoids.rows(score, mask))
+            return table.gather(-1, self._rows(score, mask))
 
         # Per head: the bias, and an index of eight bytes.
         return PairBias(compute, 3 * table.shape[0] * table.shape[1], table)
 
     def pair_values(self) -> PairValues:
-        """R, added to the values."""
-        return RelativeSinusoids(self.clip).weighted_sum
+        """R, added to the values: Σ_j a_ij·R_ij, by the sum of the weights at each distance."""
 
+        def weighted_sum(weight: Tensor, size: int, mask: AttentionMask) -> Tensor:
+            sums = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
+            sums = sums.scatter_add(-1, self._rows(weight, mask), weight)
+            return sums @ self._sinusoids(size, weight)
 
-@dataclass(frozen=True)
-class RelativeSinusoids:
-    """R of NEZHA: a table with a row for each of the distances −`clip` … `clip`."""
+        return weighted_sum
 
-    clip: int
-
-    def table(self, size: int, like: Tensor) -> Float[Tensor, "r e"]:
-        """All rows, sines and cosines in turn; the last feature of an odd size is 0."""
+    def _sinusoids(self, size: int, like: Tensor) -> Float[Tensor, "r e"]:
+        """R of all clipped distances, sines and cosines in turn; 0 last if the size is odd."""
         row = torch.arange(2 * self.clip + 1, dtype=torch.float64, device=like.device)
         exponent = torch.arange(0, size - 1, 2, dtype=torch.float64, device=like.device) / size
         angle = row[:, None] * 10000.0**-exponent
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)
         return torch.nn.functional.pad(waves, (0, size % 2)).to(like.dtype)
 
-    def rows(self, score: Float[Tensor, "b h t s"], mask: AttentionMask) -> Int[Tensor, "b h t s"]:
-        """The row of each pair: j − i, clipped, plus `clip`."""
+    def _rows(self, score: Tensor, mask: AttentionMask) -> Int[Tensor, "b h t s"]:
+        """The row of each pair in R: j − i, clipped, plus `clip`."""
         distance = mask.distance(slice(None), slice(None)).clamp(-self.clip, self.clip)
         return (self.clip - distance).expand(score.shape)
-
-    def weighted_sum(
-        self, weight: Float[Tensor, "b h t s"], size: int, mask: AttentionMask
-    ) -> Float[Tensor, "b h t e"]:
-        """Σ_j a_ij·R_ij, from the sum of the weights at each clipped distance."""
-        sums = weight.new_zeros(*weight.shape[:-1], 2 * self.clip + 1)
-        return sums.scatter_add(-1, self.rows(weight, mask), weight) @ self.table(size, weight)
