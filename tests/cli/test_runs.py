@@ -17,7 +17,7 @@ from normattn.lab.data.tokeniser import Tokeniser
 from normattn.lab.diagnostics.inspection import by_head, by_position
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.stats import measurements
-from normattn.lab.studies.methods import candidates, supported_methods
+from normattn.lab.studies.language import candidates, supported_methods
 from normattn.lab.training import TrainingConfig, train_model
 from normattn.lab.training.init_from import Continuation
 from normattn.models.pretrained import load_model

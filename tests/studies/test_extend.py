@@ -17,8 +17,7 @@ from normattn.lab.report.view import View
 from normattn.lab.runs.directory import FORMAT
 from normattn.lab.stats import Identity, concat, measurements, sums, with_identity
 from normattn.lab.studies import extend
-from normattn.lab.studies.advice import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, home_length
-from normattn.lab.studies.extend import complete
+from normattn.lab.studies.extend import LAST, LEAST_GAIN, LOSS, TRAIN, Advice, advise, complete
 from studies.conftest import Command
 
 L, TOKENS = 8, 8
@@ -103,7 +102,7 @@ def test_what_changes_are_measured_from(lengths: tuple[int, ...], known: int) ->
     """The training length, 8, or else what was read that comes nearest from below, or above."""
     loss = [sums(LOSS.name, ["window 0"], [1.0], [1.0])]
     frame = concat(with_identity(_identity("", length, LAST), loss) for length in lengths)
-    assert home_length(View(frame)) == known
+    assert extend.home_length(View(frame)) == known
 
 
 # Several models and texts on one page: each row is what the page of its own folder says.
@@ -132,7 +131,7 @@ def _texts(table: FilledTable) -> dict[str, dict[str, str]]:
 def test_every_row_is_that_of_its_own_page(tmp_path: Path) -> None:
     places = [_folder(tmp_path / "1", "a"), _folder(tmp_path / "2", "b")]
     places.append(_folder(tmp_path / "3", "a", "other"))
-    made = context(extend.GALLERY.page, extend.combine(places)).tables[0]
+    made = context(extend.GALLERY.page, extend.combine(places)[0]).tables[0]
     rows = _texts(made)
     alone = {}
     for place, of in zip(places, ("model, a", "model, b", "other, a"), strict=True):

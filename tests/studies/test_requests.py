@@ -20,8 +20,7 @@ from normattn.lab.studies import preset as presets
 from normattn.lab.studies import qknorm_runs as qknorm
 from normattn.lab.studies.ablations import QUESTIONS
 from normattn.lab.studies.keynorm import METHODS, VARIANTS, extended_variants
-from normattn.lab.studies.language import TextRun
-from normattn.lab.studies.methods import candidates, supported_methods
+from normattn.lab.studies.language import TextRun, candidates, supported_methods
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun
 from normattn.lab.studies.rmsnorm import TIMED, NormRun, TimeRun
 from normattn.lab.sweep.config import CHANGEABLE, merged

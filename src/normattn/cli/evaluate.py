@@ -19,8 +19,14 @@ from normattn.lab.report.terminal import print_line, print_report
 from normattn.lab.runs import RunDirectory, require_finished
 from normattn.lab.stats import MeasurementStore
 from normattn.lab.studies import find
-from normattn.lab.studies.language import evaluate_finished_run, set_lengths, standalone_store
-from normattn.lab.studies.methods import ALL, candidates, supported_methods
+from normattn.lab.studies.language import (
+    ALL,
+    candidates,
+    evaluate_finished_run,
+    set_lengths,
+    standalone_store,
+    supported_methods,
+)
 from normattn.lab.studies.preset import PROTOCOLS, EvaluationSettings, Protocol
 from normattn.lab.sweep.paths import belongs_to_study
 from normattn.lab.sweep.run import EVALUATIONS

@@ -31,8 +31,7 @@ from normattn.lab.report.terminal import ProgressBar, print_report
 from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Identity, MeasurementStore
-from normattn.lab.studies.advice import advise
-from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY
+from normattn.lab.studies.extend import KIND, MEASUREMENTS, STUDY, advise
 from normattn.lab.sweep.planner import duration
 from normattn.lab.training.distributed import choose_device
 from normattn.score.spec import UNMODIFIED

@@ -171,7 +171,7 @@ def _gallery(folders: Sequence[Path], out: Path) -> Content:
         raise InputError(
             f"{out} holds the report of one model on one text: give the joint report another --out"
         )
-    measured, config = extend.combine(folders), extend.settings(folders)
+    measured, config = extend.combine(folders)
     kind, name = _configuration(out)[1], extend.GALLERY.name
     if kind not in (None, name):
         raise InputError(f"{out / 'config.json'} belongs to {kind}: give another --out")

@@ -10,7 +10,7 @@ import ast
 import importlib
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from normattn.errors import unknown_name
 
@@ -21,12 +21,6 @@ COMMAND_STUDIES = ("extend", "gallery", "inspect")
 """Studies that the commands of these names measure; `names` does not list them."""
 
 
-class _Location(NamedTuple):
-    module: str
-    variable: str
-    question: str
-
-
 def names() -> list[str]:
     """Return the sorted names of the package's studies, without importing them."""
     return sorted(name for name in _found() if name not in COMMAND_STUDIES)
@@ -34,7 +28,7 @@ def names() -> list[str]:
 
 def summary(name: str) -> str:
     """Return the question of a study, without importing its file."""
-    return _found()[name].question
+    return _found()[name][0]
 
 
 def find(name: str) -> Study:
@@ -42,12 +36,11 @@ def find(name: str) -> Study:
 
     Raises `InputError`, with the nearest name, for any other text: paths are not followed.
     """
-    location = _found().get(name)
-    if location is None:
+    if name not in _found():
         hint = "; your own study is given by its file: reproduce FILE.py, report --study FILE.py"
         raise unknown_name("study", name, names(), hint)
-    module = importlib.import_module(f"{__name__}.{location.module}")
-    return cast("Study", getattr(module, location.variable))
+    _, module, variable = _found()[name]
+    return cast("Study", getattr(importlib.import_module(f"{__name__}.{module}"), variable))
 
 
 def find_typed(name: str) -> Study:
@@ -64,8 +57,8 @@ def find_typed(name: str) -> Study:
 
 
 @cache
-def _found() -> dict[str, _Location]:
-    """Find all `NAME = Study("name", "question", …)` at the top level of files in this folder."""
+def _found() -> dict[str, tuple[str, str, str]]:
+    """(question, module, variable) of each `NAME = Study("name", "question", …)` in this folder."""
     locations = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         text = file.read_text("utf-8")
@@ -73,5 +66,5 @@ def _found() -> dict[str, _Location]:
             match line:
                 case ast.Assign([ast.Name(variable)], ast.Call(ast.Name("Study"), [*args])):
                     name, question = map(ast.literal_eval, args[:2])
-                    locations[name] = _Location(file.stem, variable, question)
+                    locations[name] = question, file.stem, variable
     return locations

@@ -20,16 +20,14 @@ from functools import partial
 from typing import Any
 
 from normattn.errors import InputError, unknown_name
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Figure
 from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Metric, Sums
 from normattn.lab.studies import lm_report as lm
-from normattn.lab.studies.base import Study
+from normattn.lab.studies.base import Claim, Study
 from normattn.lab.studies.keynorm import MATTERS
 from normattn.lab.studies.language import TextRun, TextSetting
-from normattn.lab.studies.methods import canonical_scores
 from normattn.lab.studies.preset import Preset, load_preset, overridden
 from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import merged, value_at
@@ -59,45 +57,32 @@ class Change:
 
     def applied(self, training: Mapping[str, Any]) -> dict[str, Any]:
         """The training settings with this change; unchanged if they already have its block."""
-        for name in self.times:
-            if value_at(training, name) is None:
+        base, changes = dict(training), dict(self.settings)
+        for name, factor in self.times.items():
+            value = value_at(training, name)
+            if value is None:
                 raise InputError(f"{self.words}: {name} has no value here that could be multiplied")
-        scaled = {name: self._scaled(training, name) for name in self.times}
-        changes = {**self.settings, **scaled}
-        block = changes.get("model.block")
-        if block == training["model"].get("block", "mha"):
-            return dict(training)
-        base = dict(training)
+            # Steps are rounded down.
+            if isinstance(value, int) and name != "steps" and not (value * factor).is_integer():
+                raise InputError(
+                    f"{self.words}: {name} is {value} here, and {factor:g} of it is no whole "
+                    f"number; set training.{name} to a multiple of {1 / factor:g}"
+                )
+            changes[name] = type(value)(value * factor)
+        if changes.get("model.block") == training["model"].get("block", "mha"):
+            return base
         if "optimiser" in changes:  # Another optimiser has other settings.
             base.pop("optimiser", None)
         return overridden(base, changes)
 
-    def _scaled(self, training: Mapping[str, Any], name: str) -> Any:
-        """A number of the preset times its factor; steps are rounded down."""
-        value, factor = value_at(training, name), self.times[name]
-        product = value * factor
-        if isinstance(value, int) and name != "steps" and not float(product).is_integer():
-            raise InputError(
-                f"{self.words}: {name} is {value} here, and {factor:g} of it is no whole number; "
-                f"set training.{name} to a multiple of {1 / factor:g}"
-            )
-        return type(value)(product)
 
-
-def _longer(times: int) -> Mapping[str, float]:
-    """A longer training length with as many tokens per step."""
-    return {"model.train_length": float(times), "batch_size": 1 / times}
-
-
-# Tiger's learning rate is relative to the size of each parameter (kexue 9512). It was not tuned
-# here, so this row shows what this rate does, not what Tiger can do.
-TIGER = {"optimiser": {"name": "tiger", "lr": 5e-3}}
-HEADS = "model.heads"
+HEADS, LENGTH = "model.heads", "model.train_length"
 CHANGES: Mapping[str, Change] = {
     AS_PRESET: Change("the unchanged preset"),
     "base-130": Change("RoPE with base 130", position=TURNING),
-    "length-2x": Change("twice the training length", times=_longer(2)),
-    "length-4x": Change("four times the training length", times=_longer(4)),
+    # As many tokens per step.
+    "length-2x": Change("twice the training length", times={LENGTH: 2.0, "batch_size": 1 / 2}),
+    "length-4x": Change("four times the training length", times={LENGTH: 4.0, "batch_size": 1 / 4}),
     "no-tiling": Change("no repeated text", {"data.tiled_fraction": 0.0}),
     "steps-third": Change("a third of the steps", times={"steps": 1 / 3}),
     "steps-half": Change("half of the steps", times={"steps": 0.5}),
@@ -107,7 +92,11 @@ CHANGES: Mapping[str, Change] = {
     "heads-4x": Change("heads 4 times as large, base 130", times={HEADS: 1 / 4}, position=TURNING),
     "deepnorm": Change("DeepNorm", {"model.placement": "DeepNorm"}),
     "preln": Change("PreLN", {"model.placement": "PreLN"}),
-    "tiger": Change("Tiger at 5e-3, not searched for", TIGER),
+    # Tiger's learning rate is relative to the size of each parameter (kexue 9512). It was not tuned
+    # here, so this row shows what this rate does, not what Tiger can do.
+    "tiger": Change(
+        "Tiger at 5e-3, not searched for", {"optimiser": {"name": "tiger", "lr": 5e-3}}
+    ),
     "gau": Change("gated attention units", {"model.block": "gau"}),
     "separate-qk": Change(
         "linear W_q and W_k in place of γ", {"model.separate_qk": True, "model.gamma_std": None}
@@ -119,21 +108,15 @@ CHANGES: Mapping[str, Change] = {
 }
 
 
-def _split(change: str) -> list[Change]:
-    """The changes that a name joins by +; raises `InputError` for an unknown one."""
+def _change_runs(setting: TextSetting, change: str) -> list[TextRun]:
+    """The runs of both scores under changes that + joins; `InputError` for an unknown one."""
+    training, positions = dict(setting.training), dict[str, None]()
     for name in change.split("+"):
         if name not in CHANGES:
             raise unknown_name("change", name, CHANGES, ", and several of them joined by +")
-    return [CHANGES[name] for name in change.split("+")]
-
-
-def _change_runs(setting: TextSetting, change: str) -> list[TextRun]:
-    """The runs of both scores under a change."""
-    changes, training = _split(change), dict(setting.training)
-    for single in changes:
-        training = single.applied(training)
-    positions = dict.fromkeys(single.position for single in changes if single.position)
-    rotary = "".join(f"-{position}" for position in positions)
+        training = CHANGES[name].applied(training)
+        positions |= {CHANGES[name].position: None}
+    rotary = "".join(f"-{position}" for position in positions if position)
     return [
         setting.run(
             score,
@@ -153,34 +136,36 @@ def resolve_factors(request: Request) -> Sweep:
     """
     preset = load_preset(request, "factors", Preset)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
-    runs_of = partial(_change_runs, setting)
-    unchanged = [run.training_config for run in runs_of(AS_PRESET)]
-    changes, skipped = [], []
+    unchanged = [run.training_config for run in _change_runs(setting, AS_PRESET)]
+    runs, skipped = list[TextRun](), []
     for change in dict.fromkeys(request.variants or CHANGES):
         try:
-            configs = [run.training_config for run in runs_of(change)]
+            changed = _change_runs(setting, change)
+            configs = [run.training_config for run in changed]
             if configs == unchanged and change != AS_PRESET:
                 raise InputError(f"{change} changes nothing in the preset {preset.name}")
-            changes.append(change)
+            runs += changed
         except InputError as error:
             if request.variants:
                 raise
             skipped.append(f"{change} is left out: {error}")
-    runs = [run for change in changes for run in runs_of(change)]
     return setting.sweep(request, "factors", runs, skipped)
 
 
 def _change_rows(view: View) -> list[Row]:
     evaluated = view.values(CHANGED, {"protocol": "last_segment", "method": ""})
     return [
-        Row(" + ".join(single.words for single in _split(name)), {CHANGED: name})
+        Row(" + ".join(CHANGES[single].words for single in name.split("+")), {CHANGED: name})
         for name in lm.ranked(evaluated, tuple(CHANGES))
     ]
 
 
-def _change_of(score: str) -> Metric:
-    """The change of a score's accuracy from L to 8 L."""
-    return lm.UNMODIFIED_CHANGE.at({"factor.row": score})
+LOST = {score: lm.UNMODIFIED_CHANGE.at({"factor.row": score}) for score in SCORES}
+"""The change of each score's accuracy from L to 8 L."""
+LOST_COLUMNS = (
+    *(Column(f"{score}_change", f"change of {score}", lost) for score, lost in LOST.items()),
+    Column("gap", "change of KNA − of Baseline", LOST["KNA"] - LOST["Baseline"]),
+)
 
 
 def _change_columns(view: View) -> list[Column]:
@@ -190,46 +175,41 @@ def _change_columns(view: View) -> list[Column]:
         return sums.at(slice(sum(end <= length for *_, end in sums.bins)))
 
     def effect(view: View, row: Row) -> Cell:
-        if not _shares_documents(view, row):
-            return EMPTY_CELL
-        return Column("", "", _effect(row)).cell(view, Row("", {}))
+        metric = _effect(view, row)
+        return EMPTY_CELL if metric is None else Column("", "", metric).cell(view, Row("", {}))
 
     columns = []
     for score in SCORES:
         at_l = lm.ACCURACY.at({"factor.row": score}, protocol="train_length")
-        copies = lm.SEEN.at({"factor.row": score}, protocol="repeated").between(
-            within_training_length
-        )
+        seen = lm.SEEN.at({"factor.row": score}, protocol="repeated")
+        copies = seen.between(within_training_length)
         columns.append(Column(f"{score}_at_l", f"{score} at the training length", at_l))
         columns.append(Column(f"{score}_copies", f"{score}, repeated text, seen", copies))
-    columns += [Column(f"{name}_change", f"change of {name}", _change_of(name)) for name in SCORES]
-    gap = _change_of("KNA") - _change_of("Baseline")
-    columns.append(Column("gap", "change of KNA − of Baseline", gap))
-    return [*columns, Column("effect", "effect on KNA's change", plain=effect)]
+    return [*columns, *LOST_COLUMNS, Column("effect", "effect on KNA's change", plain=effect)]
 
 
-def _effect(row: Row) -> Metric:
-    """KNA's change under a change of the setting, minus its change in the unchanged preset."""
-    change = _change_of("KNA")
-    return change.at(row.where) - change.at({CHANGED: AS_PRESET})
+def _effect(view: View, row: Row) -> Metric | None:
+    """KNA's change under a change of the setting, minus its change in the unchanged preset.
 
-
-def _shares_documents(view: View, row: Row) -> bool:
-    """Whether the unchanged preset was evaluated on the same documents."""
+    None for the latter, and where it was not evaluated on the same documents.
+    """
     changed, unchanged = (
-        set(view.values("unit", {CHANGED: name, "protocol": "last_segment"}))
+        {*view.values("unit", {CHANGED: name, "protocol": "last_segment"})}
         for name in (row.where[CHANGED], AS_PRESET)
     )
-    return row.where[CHANGED] != AS_PRESET and bool(changed & unchanged)
+    if row.where[CHANGED] == AS_PRESET or not changed & unchanged:
+        return None
+    return LOST["KNA"].at(row.where) - LOST["KNA"].at({CHANGED: AS_PRESET})
 
 
 def _change_claims(view: View) -> Iterator[Claim]:
     """Claim for each change of the setting that KNA loses less with it."""
     for row in _change_rows(view):
-        if _shares_documents(view, row):
+        effect = _effect(view, row)
+        if effect is not None:
             yield Claim(
                 f"{row.label}: KNA loses less from the training length to the longest context",
-                _effect(row),
+                effect,
                 "asked here, as kexue 9859 differs",
                 "change of KNA − its change in the unchanged preset, same final tokens",
                 matters=MATTERS,
@@ -237,10 +217,8 @@ def _change_claims(view: View) -> Iterator[Claim]:
 
 
 def _change_figures(view: View) -> list[Figure]:
-    keys = ("Baseline_change", "KNA_change", "gap")
-    columns = [column for column in _change_columns(view) if column.key in keys]
     title = "Accuracy on the same final tokens: longest context − training length, in points"
-    return [lm.interval_figure(view, "factors", title, _change_rows(view), columns)]
+    return [lm.interval_figure(view, "factors", title, _change_rows(view), LOST_COLUMNS)]
 
 
 FACTORS = Study(
@@ -344,22 +322,21 @@ def resolve_questions(request: Request) -> Sweep:
 
     Raises `InputError` as `keynorm.resolve` does.
     """
-    setting = TextSetting.of(load_preset(request, "questions", Preset))
-    names = request.variants or tuple(QUESTIONS)
-    for name in names:
+    setting, rows = TextSetting.of(load_preset(request, "questions", Preset)), list[str]()
+    for name in request.variants or QUESTIONS:
         if name not in QUESTIONS:
             raise unknown_name("question", name, QUESTIONS)
-    rows = tuple(dict.fromkeys(row for name in names for row in QUESTIONS[name].rows))
-    return setting.sweep(request, "questions", [*map(setting.run, canonical_scores(rows, setting))])
+        rows += QUESTIONS[name].rows
+    return setting.sweep(request, "questions", [*map(setting.run, setting.canonical_scores(rows))])
 
 
 def _pair_rows(view: View) -> list[Row]:
-    evaluated = set(view.values("row", lm.TRAINED))
+    evaluated = {*view.values("row", lm.TRAINED)}
     return [
-        Row(f"{row} − {reference}", {"row": row, "other": reference, "question": question.words})
+        Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
         for question in QUESTIONS.values()
-        for row, reference in question.pairs
-        if {row, reference} <= evaluated
+        for row, other in question.pairs
+        if {row, other} <= evaluated
     ]
 
 
@@ -386,28 +363,25 @@ def _pair_columns(view: View) -> list[Column]:
 
 def _pair_claims(view: View) -> Iterator[Claim]:
     for question in QUESTIONS.values():
-        for row, reference in question.pairs:
-            at_l = (
-                lm.AT_L,
-                question.at_l,
-                lm.EQUAL,
-                f"{row} − {reference} at the training length, accuracy",
-            )
-            measured = f"change of {row} − change of {reference}, same final tokens"
-            change = (lm.UNMODIFIED_CHANGE, question.change, MATTERS, measured)
-            for metric, expected, matters, description in (at_l, change):
+        for row, other in question.pairs:
+            at_l = f"{row} − {other} at the training length, accuracy"
+            change = f"change of {row} − change of {other}, same final tokens"
+            for metric, expected, matters, measured in (
+                (lm.AT_L, question.at_l, lm.EQUAL, at_l),
+                (lm.UNMODIFIED_CHANGE, question.change, MATTERS, change),
+            ):
                 yield Claim(
-                    f"{row} {expected.words} {reference}",
-                    metric.at(variant=row) - metric.at(variant=reference),
+                    f"{row} {expected.words} {other}",
+                    metric.at(variant=row) - metric.at(variant=other),
                     "left open in kexue 9859",
-                    *(description, expected.sign, matters, expected.margin),
+                    *(measured, expected.sign, matters, expected.margin),
                 )
 
 
 def _pair_figures(view: View) -> list[Figure]:
-    differences = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
-    title = "Differences of accuracy, in points"
-    intervals = lm.interval_figure(view, "questions", title, _pair_rows(view), differences)
+    columns = [c for c in _pair_columns(view) if c.key.endswith("_difference")]
+    title, rows = "Differences of accuracy, in points", _pair_rows(view)
+    intervals = lm.interval_figure(view, "questions", title, rows, columns)
     return [intervals, *lm.position_figures(view), lm.history_figure(view)]
 
 

@@ -23,6 +23,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from normattn.lab.stats import Metric
 from normattn.lab.stats.metrics import KNOWN, Length
 from normattn.lab.studies.language import TextRun, TextSetting
 from normattn.lab.studies.lm_report import interval_figure, rows_of
-from normattn.lab.studies.methods import applicable_methods, canonical_methods, canonical_scores
 from normattn.lab.studies.preset import PROTOCOLS, Preset, Protocol, load_preset, preset_argument
 from normattn.lab.sweep.collect import collect_measurements
 from normattn.lab.sweep.config import flatten
@@ -142,27 +142,25 @@ class Study:
         self.name, self.help, self.made_by = name, help or question, made_by
         self.collect, self.runs = collect, tuple(runs)
         self.examples = () if made_by else (*EXAMPLES, *examples)
-        self.variants = variants_help or ("Scores, separated by commas." if variants else "")
-        self.methods = methods_help or (
-            "Inference-time methods, separated by commas." if variants else ""
-        )
+        own = bool(variants)
+        self.variants = variants_help or "Scores, separated by commas." * own
+        self.methods = methods_help or "Inference-time methods, separated by commas." * own
         trained = [v if isinstance(v, Variant) else Variant(v) for v in variants]
         names = [variant.name for variant in trained]
         evaluation = evals[0] if evals else None
-        self._resolve = resolve or (
-            lambda request: _make_sweep(request, name, trained, methods, evaluation)
-        )
+        self._resolve = resolve or partial(_make_sweep, name, trained, methods, evaluation)
         metrics = dict(columns or {})
         if names and resolve is None and not callable(claims):
             tested = {claim.sentence: claim.metric for claim in claims if claim.metric is not None}
             for label, metric in {**metrics, **tested}.items():
                 lengths = evaluation.lengths if evaluation else ()
                 _check_metric(f"{name}: {label!r}", metric, names, lengths)
-        table_columns = tuple(Column(_key(title), title, m) for title, m in metrics.items())
-        main = Table("table", "", lambda view: rows_of(view.evaluated, names), table_columns)
+        keys = {label: re.sub(r"\W+", "_", label).strip("_").lower() for label in metrics}
+        made = tuple(Column(keys[label] or "column", label, m) for label, m in metrics.items())
+        main = Table("table", "", lambda view: rows_of(view.evaluated, names), made)
 
         def column_figure(view: View) -> list[Figure]:
-            return [interval_figure(view, "columns", title or name, main.rows(view), table_columns)]
+            return [interval_figure(view, "columns", title or name, main.rows(view), made)]
 
         self.page = Page(
             title=title or name,
@@ -183,9 +181,8 @@ class Study:
             )
         for option in ("variants", "methods"):
             if getattr(request, option) is not None and not getattr(self, option):
-                raise InputError(
-                    f"reproduce {self.name} chooses its own {option}; leave --{option} out"
-                )
+                own = f"reproduce {self.name} chooses its own {option}"
+                raise InputError(f"{own}; leave --{option} out")
         return self._resolve(request)
 
     def run(self, fields: Mapping[str, Any], where: str) -> AnyRun:
@@ -217,11 +214,11 @@ class Study:
             lines = format_setting(setting, value)
             assigned |= {line.partition("=")[0]: line for line in lines}
         words += [word for line in assigned.values() for word in ("--set", line)]
-        choices: Sequence[Mapping[str, str]] = config.get("asked") or [{}]
-        return " && ".join(
-            shlex.join([*words, *(w for option in chosen for w in (f"--{option}", chosen[option]))])
-            for chosen in choices
-        )
+        commands = []
+        for chosen in config.get("asked") or [{}]:
+            options = [word for name in chosen for word in (f"--{name}", chosen[name])]
+            commands.append(shlex.join([*words, *options]))
+        return " && ".join(commands)
 
     def report(self, measured: pl.DataFrame, out: Path, config: Mapping[str, Any]) -> Written:
         """Write the report of these measurements into `out`.
@@ -241,9 +238,7 @@ def load(path: Path) -> Study:
     """
     if not path.is_file():
         raise InputError(f"the study {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(f"normattn_study_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -269,9 +264,7 @@ def _fill_in_command(made_by: str, config: Mapping[str, Any]) -> str:
     """The command `made_by` with its MODEL or RUN and its options taken from the settings."""
     if not {"model", "run"} & {*config}:
         return made_by
-    words = [
-        str(config.get(word.lower(), word)) if word.isupper() else word for word in made_by.split()
-    ]
+    words = [str(config.get(w.lower(), w)) if w.isupper() else w for w in made_by.split()]
     for option in ("text", "lengths", "windows"):
         setting = config.get(option)
         if option == "lengths" and setting:
@@ -288,17 +281,12 @@ def _check_metric(
     for term in metric.terms:
         row, length = term.where.get("row"), term.where.get("length")
         multiple = length.multiple if isinstance(length, Length) else 0
-        error = None
-        if term.name not in KNOWN:
-            error = unknown_name("metric", term.name, KNOWN)
-        elif row is not None and row not in variants:
-            error = unknown_name("variant", str(row), variants)
-        elif multiple and lengths and multiple not in lengths:
-            error = InputError(
-                f"{multiple:g} is no length of its Eval, which has {', '.join(map(str, lengths))}"
-            )
-        if error is not None:
-            raise InputError(f"{where}: {error}")
+        for kind, name, known in (("metric", term.name, KNOWN), ("variant", row, variants)):
+            if name is not None and name not in known:
+                raise InputError(f"{where}: {unknown_name(kind, str(name), known)}")
+        if multiple and lengths and multiple not in lengths:
+            listed = ", ".join(map(str, lengths))
+            raise InputError(f"{where}: {multiple:g} is no length of its Eval, which has {listed}")
 
 
 def _as_function(items: Any) -> Callable[[View], list[Any]]:
@@ -306,16 +294,12 @@ def _as_function(items: Any) -> Callable[[View], list[Any]]:
     return lambda view: [*(items(view) if callable(items) else items)]
 
 
-def _key(title: str) -> str:
-    return re.sub(r"\W+", "_", title).strip("_").lower() or "column"
-
-
 def _make_sweep(
-    request: Request,
     study: str,
     variants: list[Variant],
     methods: Sequence[Method],
     evaluation: Eval | None,
+    request: Request,
 ) -> Sweep:
     """A run for each variant and seed, evaluated with each method that its score supports."""
     overrides = None
@@ -326,18 +310,13 @@ def _make_sweep(
     if request.variants:
         known = {variant.name: variant for variant in variants}
         variants = [known.get(name, Variant(name)) for name in request.variants]
-    methods = canonical_methods(request.methods or methods, setting)
-    scores = [canonical_scores((v.score or v.name,), setting)[0] for v in variants]
-    applicable, skipped = applicable_methods(dict.fromkeys(scores, methods), setting)
-    runs = [
-        setting.run(
-            score,
-            applicable[score],
-            variant=variant.name if variant.score else score,
-            row=variant.name if variant.score else "",
-            score=score,
-            training=setting.training_of(score, variant.settings),
-        )
-        for variant, score in zip(variants, scores, strict=True)
-    ]
+    methods = setting.canonical_methods(request.methods or methods)
+    scores = [setting.canonical_scores((v.score or v.name,))[0] for v in variants]
+    applicable, skipped = setting.applicable_methods(dict.fromkeys(scores, methods))
+    runs = []
+    for variant, score in zip(variants, scores, strict=True):
+        row = variant.name if variant.score else ""
+        training = setting.training_of(score, variant.settings)
+        fields = {"variant": row or score, "row": row, "score": score, "training": training}
+        runs.append(setting.run(score, applicable[score], **fields))
     return setting.sweep(request, study, runs, skipped)

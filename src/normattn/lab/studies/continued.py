@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from normattn.errors import InputError
 from normattn.lab.data.tokens import TokenData
 from normattn.lab.data.windows import EvaluationSet, natural_set
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
@@ -29,20 +29,11 @@ from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import Factor
 from normattn.lab.studies import language
 from normattn.lab.studies import lm_report as lm
-from normattn.lab.studies.base import Study
-from normattn.lab.studies.methods import canonical_scores
+from normattn.lab.studies.base import Claim, Study
 from normattn.lab.studies.preset import EvaluationSettings, Preset, load_preset
 from normattn.lab.sweep.config import merged
 from normattn.lab.sweep.paths import RunPaths
-from normattn.lab.sweep.run import (
-    EVALUATIONS,
-    UNKNOWN,
-    Request,
-    Run,
-    Stage,
-    Sweep,
-    training_stage,
-)
+from normattn.lab.sweep.run import EVALUATIONS, UNKNOWN, Request, Run, Stage, Sweep, training_stage
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.tasks.base import MODEL, kept_model
 from normattn.models.pretrained import CONFIG_FILE
@@ -77,23 +68,14 @@ class ContinueSettings(Settings):
     keep: tuple[int, ...] = (25, 50, 100, 200)
     read: tuple[int, ...] = (1, 4, 16)
 
-    @field_validator("read")
-    @classmethod
-    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not value or list(value) != sorted(set(value)) or value[0] != 1:
-            raise ValueError(f"read must rise from 1 (what is forgotten), got {list(value)}")
-        return value
-
     @model_validator(mode="after")
-    def _within_the_steps(self) -> ContinueSettings:
+    def _check(self) -> ContinueSettings:
+        read = self.read
+        if not read or list(read) != sorted(set(read)) or read[0] != 1:
+            raise ValueError(f"read must rise from 1 (what is forgotten), got {list(read)}")
         if self.keep and self.keep[-1] > self.steps:
             raise ValueError(f"keep must end by the last step {self.steps}, got {list(self.keep)}")
         return self
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The steps whose models are evaluated: `keep` and the last step."""
-        return tuple(sorted({*self.keep, self.steps}))
 
 
 class ContinuedPreset(Preset):
@@ -121,7 +103,7 @@ class ContinuedRun(Run):
         continuation = {
             "continued": {"start": str(paths.run / MODEL), "weights": UNKNOWN},
             "steps": self.continued.steps,
-            "keep": self.continued.kept,
+            "keep": sorted({*self.continued.keep, self.continued.steps}),
             "optimiser.lr": self.continued.lr,
             "schedule.warmup_steps": self.continued.warmup_steps,
         }
@@ -135,10 +117,10 @@ class ContinuedRun(Run):
             stages.append(self.measurement_stage(folder, config))
         return stages
 
-    def sets(self, data: TokenData, train_length: int, settings: EvaluationSettings) -> list[Any]:
-        """The sets that the branches are evaluated on."""
-        make = held_out_sets if self.every_length else language.evaluation_sets
-        return [*make(data, train_length, settings)]
+    @property
+    def sets(self) -> language.Sets:
+        """Makes the sets that the branches are evaluated on."""
+        return held_out_sets if self.every_length else language.evaluation_sets
 
     def measurement_stage(self, folder: Path, config: TrainingConfig) -> Stage:
         """Evaluate the model that a branch started from (step 0), and the models that it kept.
@@ -157,16 +139,12 @@ class ContinuedRun(Run):
             tasks = []
             for step in steps:
                 model = kept_model(folder, step) if step else Path(continued.start)
-                if not (model / CONFIG_FILE).is_file():
-                    continue
-                model_config = config.model if step else continued.saved_config(config.model)
-                store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
-                factors: dict[str, Factor] = {"step": step, "continued": branch}
-                tasks.append(
-                    language.ModelEvaluation(
-                        model, model_config, store, {continued.method: marker}, factors
-                    )
-                )
+                if (model / CONFIG_FILE).is_file():
+                    saved = config.model if step else continued.saved_config(config.model)
+                    store = MeasurementStore(folder / EVALUATIONS / f"step-{step:08d}")
+                    made = (model, saved, store, {continued.method: marker})
+                    factors: dict[str, Factor] = {"step": step, "continued": branch}
+                    tasks.append(language.ModelEvaluation(*made, factors))
             return tasks
 
         windows = settings.max_windows * len(steps)
@@ -187,24 +165,18 @@ def held_out_sets(
 
 def _sweep(
     request: Request,
-    study: str,
     setting: language.TextSetting,
     continued: ContinueSettings,
     branches: Mapping[str, dict[str, dict[str, Any]]],
     *,
+    study: str,
     every_length: bool,
 ) -> Sweep:
     """A run of each score with its branches; raises `InputError` for one that cannot be trained."""
+    shared = {"continued": continued, "every_length": every_length}
     runs = [
-        ContinuedRun(
-            variant=variant,
-            training=setting.training_of(variant),
-            evaluation=setting.evaluation,
-            continued=continued,
-            branches=settings,
-            every_length=every_length,
-        )
-        for variant, settings in branches.items()
+        setting.run_of(ContinuedRun, score, branches=by_name, **shared)
+        for score, by_name in branches.items()
     ]
     sweep = setting.sweep(request, study, runs, sets=runs[0].sets, continued=continued)
     for stage in sweep.stages(sweep.runs[0]):
@@ -212,15 +184,16 @@ def _sweep(
     return sweep
 
 
-def _panel_by_step(
-    view: View, title: str, metric: Metric, unit: str, rows: list[Row], text: Where
-) -> Panel:
+STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP])
+
+
+def _panel_by_step(view: View, title: str, metric: Metric, unit: str, rows: list[Row]) -> Panel:
     """A panel with the metric by continued step; a branch is the rows of one label."""
     lines = []
-    for last in {row.label: row for row in rows}.values():
-        branch = [row.where for row in rows if row.label == last.label]
-        plotted = points(view, ((where[STEP], metric.at({**where, **text})) for where in branch))
-        lines.append(Line(last.label, plotted, last.label, bool(last.where.get("method"))))
+    for label, branch in groupby(rows, lambda row: row.label):
+        wheres = [row.where for row in branch]
+        plotted = points(view, ((where[STEP], metric.at(where)) for where in wheres))
+        lines.append(Line(label, plotted, label, bool(wheres[0].get("method"))))
     return Panel(title, tuple(lines), "continued steps", unit)
 
 
@@ -240,10 +213,8 @@ def resolve(request: Request) -> Sweep:
             f"a batch of {batch} sequences is not a whole number of sequences {multiple} times as "
             f"long; set training.batch_size to a multiple of {multiple}"
         )
-    longer = {
-        "batch_size": batch // multiple,
-        "continued.length": setting.train_length * multiple,
-    }
+    length = setting.train_length * multiple
+    longer = {"batch_size": batch // multiple, "continued.length": length}
     base = ScoreSpec.parse(BASE, train_length=setting.train_length)
     remedies = [base.with_method(name).resolve(factor=multiple).method_text for name in REMEDIES]
     branches = {
@@ -251,9 +222,9 @@ def resolve(request: Request) -> Sweep:
             method or UNCHANGED: {**longer, "continued.method": method}
             for method in ("", *(remedies if variant == BASE else ()))
         }
-        for variant in canonical_scores((BASE, *NORMED), setting)
+        for variant in setting.canonical_scores((BASE, *NORMED))
     }
-    return _sweep(request, "continue", setting, continued, branches, every_length=True)
+    return _sweep(request, setting, continued, branches, study="continue", every_length=True)
 
 
 def _lengths(view: View) -> list[int]:
@@ -276,51 +247,42 @@ def _last_rows(view: View) -> list[Row]:
     return list({row.label: row for row in _rows(view)}.values())
 
 
-_STEPS = text_column("step", "continued steps", lambda view, row: row.where[STEP])
-
-
 def _columns(view: View) -> list[Column]:
-    return [
-        _STEPS,
-        *(
-            Column(f"{metric.name}_{n}", f"{metric.name} at {n:,} tokens", metric.at(length=n))
-            for metric in (lm.LOSS, lm.ACCURACY)
-            for n in _lengths(view)
-        ),
+    columns = [
+        Column(f"{metric.name}_{n}", f"{metric.name} at {n:,} tokens", metric.at(length=n))
+        for metric in (lm.LOSS, lm.ACCURACY)
+        for n in _lengths(view)
     ]
+    return [STEPS, *columns]
 
 
 def _changes(view: View) -> list[Column]:
     """The last step minus step 0 of the same trained model, unmodified."""
-    start = {"method": "", STEP: 0}
-    losses = {n: lm.LOSS.at(length=n) for n in _lengths(view)}
-    return [
-        _STEPS,
-        *(
-            Column(f"change_{n}", f"at {n:,} tokens", loss - loss.at(start))
-            for n, loss in losses.items()
-        ),
-    ]
+    start, columns = {"method": "", STEP: 0}, [STEPS]
+    for n in _lengths(view):
+        loss = lm.LOSS.at(length=n)
+        columns.append(Column(f"change_{n}", f"at {n:,} tokens", loss - loss.at(start)))
+    return columns
 
 
 def _claims(view: View) -> Iterator[Claim]:
     """After the last step: scores with a norm, unchanged, against Baseline and its remedies."""
     last = _last_rows(view)
     bases = [row for row in last if row.where["row"].startswith(BASE)]
-    for base in bases:
-        for normed in (row for row in last if row not in bases):
-            for length in _lengths(view)[1:]:
-                yield Claim(
-                    f"{normed.where['row']}, unchanged, ends with a lower loss than {base.label}",
-                    lm.LOSS.at(normed.where, length=length) - lm.LOSS.at(base.where, length=length),
-                    *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
-                )
+    normed = [row for row in last if row not in bases]
+    for base, row, length in product(bases, normed, _lengths(view)[1:]):
+        loss = lm.LOSS.at(length=length)
+        yield Claim(
+            f"{row.where['row']}, unchanged, ends with a lower loss than {base.label}",
+            loss.at(row.where) - loss.at(base.where),
+            *("kexue 9859", f"loss at {length:,}, nats", -1, MATTERS),
+        )
 
 
 def _figures(view: View) -> list[Figure]:
     rows = _rows(view)
     panels = [
-        _panel_by_step(view, f"{metric.title} at {n:,} tokens", metric, unit, rows, {"length": n})
+        _panel_by_step(view, f"{metric.title} at {n:,} tokens", metric.at(length=n), unit, rows)
         for metric, unit in ((lm.LOSS, "loss (nats per token)"), (lm.ACCURACY, "accuracy (%)"))
         for n in _lengths(view)
     ]
@@ -364,7 +326,7 @@ STUDY = Study(
 
 # With another score
 
-AT_L: dict[str, Any] = {"protocol": "train_length"}
+AT_L: Where = {"protocol": "train_length"}
 
 
 def resolve_retrofit(request: Request) -> Sweep:
@@ -379,10 +341,9 @@ def resolve_retrofit(request: Request) -> Sweep:
         score: {"model.score": score, "continued.trained": None if score == BASE else BASE}
         for score in (BASE, *(request.variants or ("KNA", "QKRMSNorm")))
     }
-    setting = language.TextSetting.of(preset, overrides)
-    return _sweep(
-        request, "retrofit", setting, preset.continued, {BASE: branches}, every_length=False
-    )
+    setting, continued = language.TextSetting.of(preset, overrides), preset.continued
+    by_score = {BASE: branches}
+    return _sweep(request, setting, continued, by_score, study="retrofit", every_length=False)
 
 
 def _branch_rows(view: View) -> list[Row]:
@@ -397,12 +358,15 @@ def _branch_rows(view: View) -> list[Row]:
 
 def _branch_columns(view: View) -> list[Column]:
     lengths = view.lengths("last_segment")
-    ends = zip(("near", "far"), (lengths[0], lengths[-1]) if lengths else (), strict=False)
+    ends = {"near": lengths[0], "far": lengths[-1]} if lengths else {}
     return [
-        text_column("step", "continued steps", lambda view, row: row.where[STEP]),
+        STEPS,
         Column("at_l", "accuracy at the training length", lm.ACCURACY.at(AT_L)),
         Column("loss", "loss at the training length", lm.LOSS.at(AT_L)),
-        *(Column(key, f"same final tokens after {n:,}", lm.LAST.at(length=n)) for key, n in ends),
+        *(
+            Column(key, f"same final tokens after {n:,}", lm.LAST.at(length=n))
+            for key, n in ends.items()
+        ),
         Column("change", "change", lm.CHANGE),
     ]
 
@@ -428,12 +392,12 @@ def _branch_claims(view: View) -> Iterator[Claim]:
 
 def _branch_figures(view: View) -> list[Figure]:
     lengths, rows = view.lengths("last_segment"), _branch_rows(view)
-    texts: dict[str, Where] = {"at the training length": AT_L}
+    metrics = {"at the training length": lm.ACCURACY.at(AT_L)}
     for n in (*lengths[:1], *lengths[-1:]):
-        texts[f"same final tokens after {n:,}"] = {"protocol": "last_segment", "length": n}
+        metrics[f"same final tokens after {n:,}"] = lm.LAST.at(length=n)
     panels = [
-        _panel_by_step(view, title, lm.ACCURACY, "accuracy (%)", rows, text)
-        for title, text in texts.items()
+        _panel_by_step(view, title, metric, "accuracy (%)", rows)
+        for title, metric in metrics.items()
     ]
     title = "A trained Baseline with another score from step 0"
     return [Curves("retrofit", title, tuple(panels))]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import polars as pl
 
 from normattn.lab.diagnostics.inspection import Array, by_head, by_position, cosine_counts
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
-from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate
 from normattn.lab.stats.metrics import crossing
@@ -85,11 +86,6 @@ def layers(rows: pl.DataFrame) -> dict[int, str]:
     return {n: name or f"layer {n}" for (n, _), name in zip(layer_names, names, strict=True)}
 
 
-def _without_layer(name: str) -> str:
-    """A layer's name where the heading says "layer" already."""
-    return name.removeprefix("layer ")
-
-
 def sharpest(rows: pl.DataFrame) -> tuple[int, int]:
     """The layer and the head with the smallest entropy / ln n."""
     shares = [
@@ -120,38 +116,34 @@ def over_heads(quantity: Quantity, values: Array) -> float:
 # Tables
 
 
-def _layer_column(quantity: Quantity) -> Column:
-    """A column of numbers without an interval."""
-
-    def estimated(view: View, row: Row) -> Estimate | None:
-        values = by_head(inspected(view), quantity.name, row.where["layer"])
-        number = over_heads(quantity, values)
-        return Estimate(number, units=1) if math.isfinite(number) else None
-
-    def text(estimate: Estimate) -> str:
-        return f"{estimate.value:.{quantity.digits}f}"
-
-    return estimate_column(quantity.name, quantity.short, estimated, text)
-
-
-def _cosine_range(view: View, row: Row) -> str | None:
-    """The 5th and the 95th percentile of the cosines, averaged over heads."""
-    counts = cosine_counts(inspected(view), row.where["layer"]).sum(1)
-    if not counts.any():
-        return None
-    low, high = (crossing(counts, share, (-1.0, 1.0)).mean() for share in (0.05, 0.95))
-    return f"{low:+z.2f} {high:+z.2f}"
-
-
 def _layer_rows(view: View) -> list[Row]:
     names = layers(inspected(view))
-    return [Row(_without_layer(name), {"layer": layer}) for layer, name in names.items()]
+    return [Row(name.removeprefix("layer "), {"layer": n}) for n, name in names.items()]
 
 
 def _layer_columns(view: View) -> list[Column]:
+    """A column for each quantity, and the 5th and 95th percentile of cosines, mean over heads."""
+    rows = inspected(view)
+
+    def cell(quantity: Quantity, view: View, row: Row) -> Cell:
+        number = over_heads(quantity, by_head(rows, quantity.name, row.where["layer"]))
+        if not math.isfinite(number):
+            return EMPTY_CELL
+        return Cell(f"{number:.{quantity.digits}f}", Estimate(number, units=1))
+
+    def cosines(view: View, row: Row) -> str | None:
+        counts = cosine_counts(rows, row.where["layer"]).sum(1)
+        if not counts.any():
+            return None
+        low, high = (crossing(counts, share, (-1.0, 1.0)).mean() for share in (0.05, 0.95))
+        return f"{low:+z.2f} {high:+z.2f}"
+
     return [
-        *map(_layer_column, measured_quantities(inspected(view), QUANTITIES)),
-        text_column("cosines", "cos 5–95 %", _cosine_range),
+        *(
+            Column(quantity.name, quantity.short, plain=partial(cell, quantity))
+            for quantity in measured_quantities(rows, QUANTITIES)
+        ),
+        text_column("cosines", "cos 5–95 %", cosines),
     ]
 
 
@@ -180,11 +172,12 @@ def figures(view: View) -> list[Figure]:
     """Grids of layers and heads, curves over position and training, single heads."""
     score, method, texts = inspected(view).select("row", "method", "factor.texts").row(0)
     name = f"{score} with {method}" if method else score
+    rows, steps = inspected(view), view.frame.filter(protocol=TRAINING)
     return [
-        *_layer_grids(inspected(view), f"Attention of {name}: {texts}"),
-        _position_figure(inspected(view), f"Attention by position, {name}: {texts}"),
-        _step_figure(view.frame.filter(protocol=TRAINING), f"Attention while {name} trained"),
-        *_head_figures(view.frame.filter(protocol=DRAWN), layers(inspected(view)), name),
+        *_layer_grids(rows, f"Attention of {name}: {texts}"),
+        _position_figure(rows, f"Attention by position, {name}: {texts}"),
+        _step_figure(steps, f"Attention while {name} trained"),
+        *_head_figures(view.frame.filter(protocol=DRAWN), layers(rows), name),
     ]
 
 
@@ -201,17 +194,14 @@ def _layer_grids(rows: pl.DataFrame, title: str) -> Iterator[Figure]:
         padded = tuple((*line, *(None,) * (width - len(line))) for line in cells)
         largest = max((v for line in padded for v in line if v is not None), default=0.0)
         digits = 3 if largest < 0.1 else 2 if largest < 10 else 1
-        show_numbers = len(padded) * width <= NUMBERS
-        texts = tuple(
-            tuple(f"{v:.{digits}f}" if show_numbers and v is not None else "" for v in line)
-            for line in padded
-        )
+        form = f".{digits}f" if len(padded) * width <= NUMBERS else ""
+        texts = [[f"{v:{form}}" if form and v is not None else "" for v in line] for line in padded]
+        heads = tuple(map(str, range(width)))
         yield Grid(
             f"layers_{quantity.name}",
             f"{title}: {quantity.title}",
-            tuple(map(_without_layer, names.values())),
-            tuple(map(str, range(width))),
-            *(padded, texts, "head", "layer", quantity.title),
+            tuple(name.removeprefix("layer ") for name in names.values()),
+            *(heads, padded, tuple(map(tuple, texts)), "head", "layer", quantity.title),
         )
 
 
@@ -237,10 +227,8 @@ def _step_figure(rows: pl.DataFrame, title: str) -> Figure:
 
     def values(quantity: Quantity, layer: int) -> Sequence[tuple[float, Array]]:
         lines = rows.filter(statistic=quantity.name, layer=layer).sort("bin", "head")
-        return [
-            (float(step[0]), part["sum"].to_numpy())
-            for step, part in lines.group_by("bin", maintain_order=True)
-        ]
+        steps = lines.group_by("bin", maintain_order=True)
+        return [(float(step[0]), part["sum"].to_numpy()) for step, part in steps]
 
     shown = [quantity for quantity in QUANTITIES if quantity.by_step]
     several = rows["bin"].n_unique() > 1
@@ -267,9 +255,8 @@ def _panels(
             if finite:
                 lines.append(Line(name, finite))
         if any(point.value for line in lines for point in line.points):
-            count = min(len(lines), MOST_LINES)
-            indices = np.linspace(0, len(lines) - 1, count).round().astype(int)
-            shown = tuple(lines[index] for index in indices)
+            indices = np.linspace(0, len(lines) - 1, min(len(lines), MOST_LINES)).round()
+            shown = tuple(lines[int(index)] for index in indices)
             panels.append(Panel(quantity.title, shown, x_title, quantity.title))
     return tuple(panels)
 
@@ -290,7 +277,7 @@ def _head_figures(rows: pl.DataFrame, names: Mapping[int, str], name: str) -> It
             f"{name}: {names[layer]}, head {head}",
             tuple(map(_visible, queries)),
             tuple(map(_visible, keys)),
-            tuple(tuple(map(float, row)) for row in colours),
+            tuple(map(tuple, colours.tolist())),
             tuple(("",) * len(keys) for _ in queries),
             *("key", "query", "√α"),
         )

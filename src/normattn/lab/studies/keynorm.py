@@ -14,19 +14,11 @@ from functools import partial
 from typing import Any
 
 from normattn.errors import InputError
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.studies import lm_report as lm
-from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting
-from normattn.lab.studies.methods import (
-    ALL,
-    applicable_methods,
-    candidates,
-    canonical_methods,
-    canonical_scores,
-)
+from normattn.lab.studies.base import Claim, Study
+from normattn.lab.studies.language import ALL, TextSetting, candidates
 from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score.parts import parts
@@ -51,34 +43,29 @@ def resolve(request: Request) -> Sweep:
     are rows of the extended table that cannot be trained.
     """
     setting = TextSetting.of(load_preset(request, "keynorm", Preset))
-    variants, untrained = _variants(request, setting)
-    if request.methods == (ALL,):
-        every_method = (UNMODIFIED, *candidates())
-        methods = {
-            name: every_method if name in (*BASES, *VARIANTS) else OTHER_METHODS
-            for name in variants
-        }
+    for option, names in (("variants", request.variants), ("methods", request.methods)):
+        if names is not None and ALL in names and len(names) > 1:
+            listed = ", ".join(names)
+            raise InputError(f"--{option} {ALL} cannot be combined with other names: {listed}")
+    every_method = request.methods == (ALL,)
+    variants, skipped = list[str](), list[str]()
+    if request.variants == (ALL,) or (every_method and request.variants is None):
+        for variant in extended_variants(int(setting.training["model"]["layers"])):
+            try:
+                variants += setting.canonical_scores([variant])
+            except InputError as error:
+                skipped.append(f"{variant} is left out: {error}")
     else:
-        names = _without_all(request.methods, "--methods") or METHODS
-        methods = dict.fromkeys(variants, canonical_methods(names, setting))
-    supported, unsupported = applicable_methods(methods, setting)
+        variants += setting.canonical_scores(request.variants or VARIANTS)
+    if every_method:
+        named = {*BASES, *VARIANTS}
+        all_methods = (UNMODIFIED, *candidates())
+        methods = {name: all_methods if name in named else OTHER_METHODS for name in variants}
+    else:
+        methods = dict.fromkeys(variants, setting.canonical_methods(request.methods or METHODS))
+    supported, unsupported = setting.applicable_methods(methods)
     runs = [setting.run(score, chosen) for score, chosen in supported.items()]
-    return setting.sweep(request, "keynorm", runs, [*untrained, *unsupported])
-
-
-def _variants(request: Request, setting: TextSetting) -> tuple[tuple[str, ...], list[str]]:
-    """The scores to train, and a sentence on each that cannot be trained here."""
-    extended = (ALL,) in (request.variants, request.methods) and request.variants in (None, (ALL,))
-    if not extended:
-        names = _without_all(request.variants, "--variants") or VARIANTS
-        return canonical_scores(names, setting), []
-    trained, untrained = list[str](), list[str]()
-    for variant in extended_variants(int(setting.training["model"]["layers"])):
-        try:
-            trained += canonical_scores([variant], setting)
-        except InputError as error:
-            untrained.append(f"{variant} is left out: {error}")
-    return tuple(dict.fromkeys(trained)), untrained
+    return setting.sweep(request, "keynorm", runs, [*skipped, *unsupported])
 
 
 def extended_variants(layers: int) -> tuple[str, ...]:
@@ -100,13 +87,6 @@ def extended_variants(layers: int) -> tuple[str, ...]:
             text = f"{part.name}(every={layers})" if period > layers >= 2 else part.name
             rows += [f"Baseline-{text}", *(["KNA-NoPE"] if name == "NoPE" else [])]
     return tuple(rows)
-
-
-def _without_all(names: tuple[str, ...] | None, option: str) -> tuple[str, ...] | None:
-    """The names; raises `InputError` where "all" is one of several."""
-    if names is not None and ALL in names:
-        raise InputError(f"{option} {ALL} cannot be combined with other names: {', '.join(names)}")
-    return names
 
 
 # Claims
@@ -186,8 +166,8 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
     if len(lengths) < 2:
         return
     change, ends = lm.UNMODIFIED_CHANGE, f"after {lengths[-1]:,} − after {lengths[0]:,}"
-    rows = view.values("row", {"protocol": "last_segment", "method": ""})
-    others = [row for row in lm.ranked(rows, ()) if _is_candidate(row)]
+    rows = lm.ranked(view.values("row", {"protocol": "last_segment", "method": ""}), ())
+    others = [r for r in rows if r not in VARIANTS and not CONTROLS & {*re.split(r"[-(]", r)}]
     for row in ("KNA", "CosA", *others):
         claim = partial(post_claim, source="asked here") if row in others else post_claim
         yield claim(
@@ -215,11 +195,6 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         measured=f"KNA-NoPE, same final tokens: {ends}",
         sign=-1,
     )
-
-
-def _is_candidate(row: str) -> bool:
-    """Whether a score is neither from the source nor a control."""
-    return row not in VARIANTS and not CONTROLS & set(re.split(r"[-(]", row))
 
 
 def _by_distance(view: View) -> Iterator[Claim]:
@@ -270,27 +245,26 @@ PUBLISHED: dict[str, tuple[float, tuple[tuple[float, float], ...]]] = {
 }
 
 
-def published(row: Row) -> tuple[float, ...] | None:
-    """The source's accuracies of a row: at L, on repeated and on held-out text; None where none."""
-    score, method = row.where["row"], row.where["method"]
-    if score not in PUBLISHED or method not in ("", *POST_METHODS):
-        return None
-    train, pairs = PUBLISHED[score]
-    return (train, *pairs[("", *POST_METHODS).index(method)])
+def published(row: Row) -> tuple[float, ...]:
+    """The source's accuracies of a row: at L, on repeated and on held-out text; () where none."""
+    at_l, pairs = PUBLISHED.get(row.where["row"], (0.0, ()))
+    by_method = dict(zip(("", *POST_METHODS), pairs, strict=False))
+    pair = by_method.get(row.where["method"])
+    return (at_l, *pair) if pair else ()
 
 
-def _source_columns(view: View) -> Iterator[Column]:
+def _source_columns(view: View) -> list[Column]:
     """This project's accuracies, each followed by the source's."""
-    measured = {column.key: column for column in lm.protocol_columns(view)}
+
+    def source(index: int, view: View, row: Row) -> str:
+        return f"{published(row)[index]:.2f}"
+
+    measured, columns = {c.key: c for c in lm.protocol_columns(view)}, list[Column]()
     for index, key in enumerate(("train", "repeated", "non_repeated")):
-        if key not in measured:
-            continue
-        yield replace(measured[key], interval=False)
-        yield text_column(f"{key}_source", "KeyNorm post", partial(_published_text, index))
-
-
-def _published_text(index: int, view: View, row: Row) -> str:
-    return f"{(published(row) or ())[index]:.2f}"
+        if key in measured:
+            columns.append(replace(measured[key], interval=False))
+            columns.append(text_column(f"{key}_source", "KeyNorm post", partial(source, index)))
+    return columns
 
 
 STUDY = Study(
@@ -306,13 +280,17 @@ STUDY = Study(
     resolve=resolve,
     tables=(
         lm.protocol_table(
-            notes=lambda view: (*lm.precondition(view), *lm.LEGEND), main=lm.MAIN_COLUMNS
+            notes=lambda view: (*lm.precondition(view), *lm.LEGEND),
+            main=("train", "non_repeated", "change", "cost"),
         ),
         Table(
             "copying",
             "How far back can each score copy from?",
             lambda view: lm.protocol_rows(view) if lm.distances(view) else [],
-            lm.copying_columns,
+            lambda view: [
+                Column(f"copied_{d}", f"copied over {d:,} tokens", lm.copied_from(view, d))
+                for d in lm.distances(view)
+            ],
             intro="Token accuracy in % on repeated text, for tokens whose answer occurs earlier, "
             "by how many tokens back it occurs. A model that cannot see so far back is at the "
             f"level of {lm.CONTROL}.",
@@ -321,7 +299,7 @@ STUDY = Study(
             "source",
             "The KeyNorm post's table, for comparison: another setting, not a target",
             lambda view: [row for row in lm.protocol_rows(view) if published(row)],
-            lambda view: [*_source_columns(view)],
+            _source_columns,
             intro=f"The post: {SETTING}. Accuracy in %. For CosA-logn, unmodified, it prints 48.39 "
             "in its large table and 48.95 in its first.",
         ),

@@ -1,4 +1,4 @@
-"""Settings, runs, evaluation and texts that the studies of causal language models share."""
+"""Settings, runs, texts and methods that the studies of causal language models share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import polars as pl
 
@@ -32,8 +32,10 @@ from normattn.lab.training.tasks.base import MODEL
 from normattn.models.config import CausalLMConfig
 from normattn.models.flops import flops_per_token
 from normattn.models.pretrained import load_model
-from normattn.score.spec import UNMODIFIED, is_unmodified
+from normattn.score.parts import parts
+from normattn.score.spec import UNMODIFIED, ScoreSpec, is_unmodified
 
+AnyRun = TypeVar("AnyRun", bound=Run)
 Sets = Callable[[TokenData, int, EvaluationSettings], Sequence[AnySet]]
 """(data, training length, settings) → the evaluation sets of a model."""
 
@@ -67,13 +69,58 @@ class TextSetting:
         self, trained_score: str, methods: Sequence[str] = (UNMODIFIED,), **fields: Any
     ) -> TextRun:
         """A training of a score, evaluated with each method; `fields` are other fields of a run."""
-        defaults = {
-            "variant": trained_score,
-            "training": self.training_of(trained_score),
-            "methods": tuple(methods),
-            "evaluation": self.evaluation,
-        }
-        return TextRun(**{**defaults, **fields})
+        return self.run_of(TextRun, trained_score, methods=tuple(methods), **fields)
+
+    def run_of(self, kind: type[AnyRun], trained_score: str, **fields: Any) -> AnyRun:
+        """The training of a score as a run of this kind."""
+        training = self.training_of(trained_score)
+        defaults = {"variant": trained_score, "training": training, "evaluation": self.evaluation}
+        return kind(**{**defaults, **fields})
+
+    def canonical_scores(self, variants: Sequence[str]) -> tuple[str, ...]:
+        """The printed names of the scores to train; raises `InputError` if one cannot be."""
+        names = []
+        for variant in variants:
+            spec = ScoreSpec.parse(variant)
+            if spec.method:
+                raise InputError(
+                    f"{variant} holds {spec.method}, which is applied after training; "
+                    f"name {spec.variant_name} among --variants and {spec.method} among --methods"
+                )
+            _ = self.run(spec.text).training_config  # raises where the score cannot be trained
+            names.append(spec.text)
+        return tuple(dict.fromkeys(names))
+
+    def canonical_methods(self, methods: Sequence[str]) -> tuple[str, ...]:
+        """The printed names of the methods; raises `InputError` for an unknown one."""
+        names = []
+        for method in methods:
+            if is_unmodified(method):
+                names.append(UNMODIFIED)
+                continue
+            spec = ScoreSpec.parse("Baseline").with_method(method)
+            if spec.train_length not in (None, self.train_length):
+                raise InputError(
+                    f"{method} is for a training length of {spec.train_length}, but this table's "
+                    f"is {self.train_length}"
+                )
+            if not spec.method_text:
+                raise InputError(
+                    f"{method} changes nothing after training, so it is not an entry of --methods"
+                )
+            names.append(spec.method_text)
+        return tuple(dict.fromkeys(names))
+
+    def applicable_methods(
+        self, methods: Mapping[str, Sequence[str]]
+    ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+        """The supported methods of each score, and sentences on why the others are not."""
+        applicable, skipped = {}, []
+        for variant, requested in methods.items():
+            spec = ScoreSpec.parse(variant, train_length=self.train_length)
+            applicable[variant], why = supported_methods(spec, requested, self.evaluation.factor)
+            skipped += why
+        return applicable, skipped
 
     def sweep(
         self,
@@ -224,8 +271,8 @@ def marker_key(
 def evaluation_cost(config: TrainingConfig, multiples: Iterable[int], windows: int) -> Cost:
     """An upper bound of the cost of evaluating `windows` texts at each of `multiples` × L."""
     lengths = [config.model.train_length * multiple for multiple in multiples]
-    forward = (flops_per_token(config.model, length).forward * length for length in lengths)
-    return Cost(scored=sum(lengths) * windows, flops=sum(forward) * windows)
+    flops = sum(flops_per_token(config.model, length).forward * length for length in lengths)
+    return Cost(scored=sum(lengths) * windows, flops=flops * windows)
 
 
 def evaluate_finished_run(
@@ -258,19 +305,27 @@ def standalone_store(run: Path) -> MeasurementStore:
 # Texts
 
 
-def _multiples(protocol: str, settings: EvaluationSettings) -> list[int]:
-    """The length of each set of a protocol, in units of L.
+def _lengths(settings: EvaluationSettings) -> dict[str, tuple[int, ...]]:
+    """The length of each set of each protocol, in units of L.
 
     Whole texts have the longest length only, as their positions show the shorter ones.
     """
-    multiples, longest = list(settings.multiples), settings.multiples[-1]
-    if protocol == "train_length":
-        return [1]
-    if protocol in ("non_repeated", "repeated"):
-        return [longest] if longest > 1 else []
-    if protocol == "by_position":
-        return [longest]
-    return len(TASKS) * multiples if protocol == "retrieval" else multiples
+    multiples, longest = settings.multiples, settings.multiples[-1:]
+    beyond = longest if longest > (1,) else ()
+    lengths = {
+        "train_length": (1,),
+        "non_repeated": beyond,
+        "repeated": beyond,
+        "last_segment": multiples,
+        "by_position": longest,
+        "retrieval": multiples * len(TASKS),
+    }
+    return {protocol: lengths[protocol] for protocol in lengths if protocol in settings.protocols}
+
+
+def set_lengths(settings: EvaluationSettings) -> list[int]:
+    """The length of each evaluation set in units of L, without making them."""
+    return [length for lengths in _lengths(settings).values() for length in lengths]
 
 
 def evaluation_sets(
@@ -283,28 +338,60 @@ def evaluation_sets(
     """
     split, sampling = data.split(settings.split), (settings.max_windows, settings.seed)
     sets: list[AnySet] = []
-    for protocol in ("train_length", "non_repeated", "repeated", "last_segment", "by_position"):
-        if protocol not in settings.protocols:
-            continue
+    for protocol, lengths in _lengths(settings).items():
         if protocol == "last_segment":
-            sets += texts.last_segment_sets(split, train_length, settings.multiples, *sampling)
-            continue
-        for multiple in _multiples(protocol, settings):
-            if protocol == "repeated":
-                sets.append(texts.repeated_set(split, train_length, multiple, *sampling))
-            else:
-                sets.append(texts.natural_set(protocol, split, train_length, multiple, *sampling))
-    if "retrieval" in settings.protocols:
-        sets += [
-            retrieval_set(data, task, train_length, multiple, *sampling, settings.split)
-            for task in TASKS
-            for multiple in settings.multiples
-        ]
+            sets += texts.last_segment_sets(split, train_length, lengths, *sampling)
+        elif protocol == "retrieval":
+            sets += [
+                retrieval_set(data, task, train_length, multiple, *sampling, settings.split)
+                for task in TASKS
+                for multiple in settings.multiples
+            ]
+        elif protocol == "repeated":
+            sets += [texts.repeated_set(split, train_length, n, *sampling) for n in lengths]
+        else:
+            make = partial(texts.natural_set, protocol, split, train_length)
+            sets += [make(multiple, *sampling) for multiple in lengths]
     if not sets:
         raise InputError("nothing to evaluate: non-repeated and repeated need a multiple above 1")
     return sets
 
 
-def set_lengths(settings: EvaluationSettings) -> list[int]:
-    """The length of each evaluation set in units of L, without making them."""
-    return [n for protocol in settings.protocols for n in _multiples(protocol, settings)]
+# Methods
+
+ALL = "all"
+WITH_LOGN = ("NTK", "YaRN", "ReRoPE")
+"""The methods that are also evaluated with inference-time log-n scaling."""
+
+
+def candidates() -> tuple[str, ...]:
+    """All registered inference-time methods, then those combined with log-n scaling."""
+    alone = [name for name, part in parts().items() if part.when != "training-time"]
+    return (*alone, *(f"{name}-logn+" for name in WITH_LOGN if name in alone))
+
+
+def supported_methods(
+    spec: ScoreSpec, methods: Sequence[str], factor: float
+) -> tuple[tuple[str, ...], list[str]]:
+    """The methods that `spec` supports, and a sentence for each reason against the others.
+
+    `factor` is the stretch factor, which decides whether parameters are in range.
+    """
+    supported: list[str] = []
+    reasons: dict[str, list[str]] = {}
+    for name in methods:
+        try:
+            spec.with_method("" if name == UNMODIFIED else name).resolve(factor=factor)
+            supported.append(name)
+        except InputError as error:
+            # Without the names of both, so that methods with one reason share a sentence.
+            statement, _, reason = str(error).partition(": ")
+            why = reason if "cannot be combined" in statement else str(error)
+            method = ScoreSpec.parse("Baseline").with_method(name)
+            if not spec.position.rotary and any(part.needs_rotary for part in method.parts):
+                why = "it has no rotary positions"
+            reasons.setdefault(why, []).append(name)
+    return tuple(supported), [
+        f"{spec.name} is not evaluated with {', '.join(names)}: {why}"
+        for why, names in reasons.items()
+    ]

@@ -12,11 +12,15 @@ The columns show token accuracy and loss, L being the training length:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any, Literal
 
 import polars as pl
 
+from normattn.lab.evaluation.masked import learnt_nothing
 from normattn.lab.report.figures import (
     Curves,
     Figure,
@@ -50,9 +54,9 @@ LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = LAST.at(LONGEST) - LAST.at(SHORTEST)
 """Accuracy on the same final tokens after the longest context minus after the shortest."""
 UNMODIFIED_CHANGE = CHANGE.at(method="")
-_LAST_LOSS = LOSS.at(protocol="last_segment", method="")
-LOSS_CHANGE = _LAST_LOSS.at(LONGEST) - _LAST_LOSS.at(SHORTEST)
-"""The same for the loss, of unmodified models."""
+LAST_LOSS = LOSS.at(protocol="last_segment")
+LOSS_CHANGE = LAST_LOSS.at(LONGEST) - LAST_LOSS.at(SHORTEST)
+"""The same for the loss."""
 
 LEGEND = (
     "At the training length: always without a method. Repeated text: a segment, repeated to fill "
@@ -69,8 +73,6 @@ TEXTS = {
     "last_segment": "same final tokens",
 }
 """The title of each protocol."""
-MAIN_COLUMNS = ("train", "non_repeated", "change", "cost")
-"""The columns that a report shows first."""
 
 # Rows
 
@@ -93,9 +95,10 @@ def rows_of(
     frame: pl.DataFrame,
     order: Sequence[str] = VARIANT_ORDER,
     methods: Sequence[str] = METHOD_ORDER,
+    more: Iterable[tuple[str, str]] = (),
 ) -> list[Row]:
-    """A row for each trained score and method that was evaluated."""
-    pairs = frame.select("row", "method").unique().rows()
+    """A row for each trained score and method that was evaluated, and for the pairs `more`."""
+    pairs = [*frame.select("row", "method").unique().rows(), *more]
     pairs.sort(key=lambda pair: (_rank(pair[0], order), _rank(pair[1], methods)))
     return [row_of(*pair) for pair in pairs]
 
@@ -108,12 +111,9 @@ def protocol_rows(view: View) -> list[Row]:
     standard = view.evaluated.filter(pl.col("protocol").is_in(PROTOCOLS))
     if view.evaluated.height and not standard.height:
         return []
-    evaluated = [(row.where["row"], row.where["method"]) for row in rows_of(standard)]
-    methods = {method for _, method in evaluated} or {""}
-    unevaluated = set(view.values("row")) - {row for row, _ in evaluated}
-    pairs = [*evaluated, *((row, method) for row in unevaluated for method in methods)]
-    pairs.sort(key=lambda pair: (_rank(pair[0], VARIANT_ORDER), _rank(pair[1], METHOD_ORDER)))
-    return [row_of(*pair) for pair in pairs]
+    unevaluated = {*view.values("row")} - {*standard["row"]}
+    methods = standard["method"].unique().to_list() or [""]
+    return rows_of(standard, more=product(unevaluated, methods))
 
 
 # Columns
@@ -126,28 +126,30 @@ def at_longest(metric: Metric, view: View, protocol: str, **where: Any) -> Metri
 
 def protocol_columns(view: View) -> list[Column]:
     """All columns of the standard protocols, accuracies first, then losses."""
+
+    def longest(key: str, title: str, metric: Metric, protocol: str) -> list[Column]:
+        length = view.longest(protocol)
+        if length is None:
+            return []
+        return [Column(key, f"{title} ({length:,})", at_longest(metric, view, protocol))]
+
     lengths = view.lengths("last_segment")
-    last = [
-        Column(f"last_{n}", f"same final tokens after {n:,}", LAST.at(length=n)) for n in lengths
-    ]
-    if len(lengths) > 1:
-        change = LAST.at(length=lengths[-1]) - LAST.at(length=lengths[0])
-        last.append(Column("change", "change", change))
-    columns = [
+    last = {n: LAST.at(length=n) for n in lengths}
+    changes = [last[n] - last[lengths[0]] for n in lengths[1:]]
+    losses = [LOSS.at(protocol="last_segment", length=n) for n in lengths]
+    return [
         Column("train", "at the training length", AT_L),
-        *_longest(view, "repeated", "repeated text", ACCURACY, "repeated"),
-        *_longest(view, "repeated_seen", "repeated text, seen", SEEN, "repeated"),
-        *_longest(view, "non_repeated", "held-out text", ACCURACY, "non_repeated"),
-        *last,
+        *longest("repeated", "repeated text", ACCURACY, "repeated"),
+        *longest("repeated_seen", "repeated text, seen", SEEN, "repeated"),
+        *longest("non_repeated", "held-out text", ACCURACY, "non_repeated"),
+        *(Column(f"last_{n}", f"same final tokens after {n:,}", last[n]) for n in lengths),
+        *(Column("change", "change", change) for change in changes[-1:]),
         Column("cost", COST, plain=_cost),
         Column("train_loss", "loss at the training length", LOSS.at(TRAINED)),
-        *_longest(view, "repeated_loss", "loss, repeated text", LOSS, "repeated"),
-        *_longest(view, "non_repeated_loss", "loss, held-out text", LOSS, "non_repeated"),
+        *longest("repeated_loss", "loss, repeated text", LOSS, "repeated"),
+        *longest("non_repeated_loss", "loss, held-out text", LOSS, "non_repeated"),
+        *(Column("last_loss", "loss, same final tokens", loss) for loss in losses[-1:]),
     ]
-    if lengths:
-        after = LOSS.at(protocol="last_segment", length=lengths[-1])
-        columns.append(Column("last_loss", "loss, same final tokens", after))
-    return columns
 
 
 def protocol_table(key: str = "table", title: str = "", **options: Any) -> Table:
@@ -159,13 +161,6 @@ def protocol_table(key: str = "table", title: str = "", **options: Any) -> Table
         "notes": LEGEND,
     }
     return Table(key, title, **{**defaults, **options})
-
-
-def _longest(view: View, key: str, title: str, metric: Metric, protocol: str) -> list[Column]:
-    length = view.longest(protocol)
-    if length is None:
-        return []
-    return [Column(key, f"{title} ({length:,})", at_longest(metric, view, protocol))]
 
 
 def _cost(view: View, row: Row) -> Cell:
@@ -185,14 +180,6 @@ def distances(view: View) -> list[int]:
 def copied_from(view: View, distance: int) -> Metric:
     """The accuracy of copying over a distance, in the longest repeated texts."""
     return at_longest(COPIED, view, "repeated").between((float(distance), distance + 1.0))
-
-
-def copying_columns(view: View) -> list[Column]:
-    """Accuracy on repeated text by copying distance."""
-    return [
-        Column(f"copied_{d}", f"copied over {d:,} tokens", copied_from(view, d))
-        for d in distances(view)
-    ]
 
 
 def in_short(view: View) -> list[str]:
@@ -258,12 +245,20 @@ def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     learned = {row: gain >= COPIES for row, gain in gains.items() if gain is not None}
     sentences = []
     if measured:
-        values = ", ".join(
-            f"{row} {format_estimate(gap, 1, signed=True)}" for row, gap in measured.items()
-        )
+        ends = [
+            (-inf if gap.low is None else gap.low, inf if gap.high is None else gap.high)
+            for gap in measured.values()
+        ]
+        if all(low >= -EQUAL and high <= EQUAL for low, high in ends):
+            verdict = "met: all scores are within a point of Baseline"
+        elif any(low > EQUAL or high < -EQUAL for low, high in ends):
+            verdict = "not met: some scores differ by over a point from Baseline"
+        else:
+            verdict = "undecided: some scores may differ by over a point from Baseline"
+        values = [f"{row} {format_estimate(gap, 1, signed=True)}" for row, gap in measured.items()]
         sentences.append(
-            f"{_equally_good([*measured.values()])}. Accuracy at the training length minus "
-            f"Baseline's, in points: {values}."
+            f"The precondition is {verdict}. Accuracy at the training length minus Baseline's, in "
+            f"points: {', '.join(values)}."
         )
     if learned:
         learners = [row for row, copies in learned.items() if copies]
@@ -276,25 +271,40 @@ def precondition(view: View, rows: Sequence[str] | None = None) -> list[str]:
     return sentences
 
 
-def _equally_good(gaps: Sequence[Estimate]) -> str:
-    ends = [(gap.low, gap.high) for gap in gaps]
-    if all(low is not None and high is not None and max(-low, high) <= EQUAL for low, high in ends):
-        return "The precondition is met: all scores are within a point of Baseline"
-    if any((low or 0.0) > EQUAL or (high or 0.0) < -EQUAL for low, high in ends):
-        return "The precondition is not met: some scores differ by over a point from Baseline"
-    return "The precondition is undecided: some scores may differ by over a point from Baseline"
-
-
 def _copying_gain(view: View, row: str) -> float | None:
     """Accuracy on repeated minus held-out text, in the second half of the training length."""
-    where = {"row": row, "method": ""}
     length = view.only_value("train_length", {**TRAINED, "row": row}) or 0
     within = (float(length // 2), float(length))  # the shortest segment has half as many
-    repeated = view.finite_estimate(at_longest(SEEN, view, "repeated", **where).between(within))
-    held_out = view.finite_estimate(
-        at_longest(ACCURACY, view, "non_repeated", **where).between(within)
+    repeated, held_out = (
+        view.finite_estimate(at_longest(metric, view, text, row=row, method="").between(within))
+        for metric, text in ((SEEN, "repeated"), (ACCURACY, "non_repeated"))
     )
     return None if repeated is None or held_out is None else repeated.value - held_out.value
+
+
+# How trainings ended, where a study tests which settings fail
+
+TrainingOutcome = Literal["diverged", "stuck", "learned"]
+"""From the worst to the best: its loss is no longer finite; it learned nothing from the context, as
+it is less than `MARGIN` nats better than the unigram model; neither."""
+
+
+def training_outcomes(view: View, where: Where) -> dict[int, TrainingOutcome]:
+    """How the training of each seed ended, in the rows `where`; empty where none was measured.
+
+    Each seed is judged alone, as a mean would hide one that learned nothing.
+    """
+    outcomes: dict[int, TrainingOutcome] = {}
+    losses, unigrams = (view.sums(name, where) for name in ("loss", "unigram_loss"))
+    if losses is not None and unigrams is not None:
+        by_seed = (
+            (sums.numerator.sum((1, 2)) / sums.denominator.sum((1, 2))).tolist()
+            for sums in (losses, unigrams)
+        )
+        for seed, loss, unigram in zip(losses.seeds, *by_seed, strict=True):
+            outcomes[seed] = "stuck" if learnt_nothing(loss, unigram) else "learned"
+    diverged = view.values("seed", {**where, "protocol": "training", "statistic": "diverged"})
+    return outcomes | dict.fromkeys(sorted(diverged), "diverged")
 
 
 # Figures
@@ -309,15 +319,11 @@ def interval_figure(
     symlog: float | None = None,
 ) -> Figure:
     """A figure of the columns' values with their intervals; differences have a line at 0."""
-    interval_columns = tuple(
-        IntervalColumn(
-            column.title,
-            column.estimates(view, rows),
-            zero=column.metric is not None and column.metric.is_difference,
-        )
-        for column in columns
-    )
-    return Intervals(name, title, tuple(row.label for row in rows), interval_columns, symlog)
+    drawn = []
+    for column in columns:
+        zero = column.metric is not None and column.metric.is_difference
+        drawn.append(IntervalColumn(column.title, column.estimates(view, rows), zero))
+    return Intervals(name, title, tuple(row.label for row in rows), tuple(drawn), symlog)
 
 
 def _by_method(
@@ -395,29 +401,26 @@ def methods_by_position(view: View, name: str, title: str, where: Where) -> Figu
 
 def length_figure(view: View) -> Figure:
     """Accuracy on the same final tokens against the length of the context."""
-    lengths = view.lengths("last_segment")
+    metrics = {n: ACCURACY.at(length=n) for n in view.lengths("last_segment")}
     title = "Accuracy on the same final tokens after longer contexts"
-
-    def curve(row: dict[str, Any]) -> tuple[Point, ...]:
-        return points(view, ((n, ACCURACY.at(row, length=n)) for n in lengths))
-
-    where = {"protocol": "last_segment"}
-    name, x_title = "accuracy_by_length", "context (tokens)"
-    return _by_method(view, name, title, where, curve, x_title, log_x=True)
+    where, x_title = {"protocol": "last_segment"}, "context (tokens)"
+    curve = partial(_curve, view, metrics)
+    return _by_method(view, "accuracy_by_length", title, where, curve, x_title, log_x=True)
 
 
 def copying_figure(view: View) -> Figure:
     """Accuracy against the copying distance."""
-    trained = max(view.values("train_length", {"protocol": "repeated"}), default=None)
-    metrics = {d: copied_from(view, d) for d in distances(view)}
+    metrics = {distance: copied_from(view, distance) for distance in distances(view)}
     title = "Accuracy on repeated text by copying distance (trained: up to the training length)"
-
-    def curve(row: dict[str, Any]) -> tuple[Point, ...]:
-        return points(view, ((distance, metric.at(row)) for distance, metric in metrics.items()))
-
     where, x_title = {"protocol": "repeated"}, "copying distance (tokens)"
+    trained = max(view.values("train_length", where), default=None)
     axes: dict[str, Any] = {"log_x": True, "train_length": trained}
+    curve = partial(_curve, view, metrics)
     return _by_method(view, "accuracy_by_distance", title, where, curve, x_title, **axes)
+
+
+def _curve(view: View, metrics: Mapping[int, Metric], row: Where) -> tuple[Point, ...]:
+    return points(view, ((x, metric.at(row)) for x, metric in metrics.items()))
 
 
 def history_figure(view: View) -> Figure:

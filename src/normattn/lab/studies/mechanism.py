@@ -27,17 +27,15 @@ from normattn.lab.data.windows import EvaluationSet, natural_set
 from normattn.lab.diagnostics.keys import TAIL
 from normattn.lab.diagnostics.mechanism import READINGS, measure_mechanism
 from normattn.lab.evaluation.scorer import weights_digest
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View, points
 from normattn.lab.stats import LONGEST, SHORTEST, Metric
 from normattn.lab.stats.arrays import Array
 from normattn.lab.stats.metrics import crossing, mean
-from normattn.lab.studies.base import Study
+from normattn.lab.studies.base import Claim, Study
 from normattn.lab.studies.language import TextSetting, evaluation_cost
 from normattn.lab.studies.lm_report import VARIANT_ORDER, interval_figure, ranked
-from normattn.lab.studies.methods import canonical_scores
 from normattn.lab.studies.preset import EvaluationSettings, Preset, load_preset
 from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Sweep
 from normattn.lab.training import TrainingConfig
@@ -99,14 +97,9 @@ class MechanismRun(MeasuredRun):
 
     def texts(self, data: TokenData, length: int) -> EvaluationSet:
         """Held-out text of the longest tested length."""
-        return natural_set(
-            "non_repeated",
-            data.split(self.evaluation.split),
-            length,
-            self.evaluation.multiples[-1],
-            max_windows=self.mechanism.max_windows,
-            seed=self.evaluation.seed,
-        )
+        evaluation, sampling = self.evaluation, (self.mechanism.max_windows, self.evaluation.seed)
+        split, longest = data.split(evaluation.split), evaluation.multiples[-1]
+        return natural_set("non_repeated", split, length, longest, *sampling)
 
 
 def resolve(request: Request) -> Sweep:
@@ -114,21 +107,14 @@ def resolve(request: Request) -> Sweep:
     preset = load_preset(request, KIND, MechanismPreset, UNUSED)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.ends})
     runs = [
-        MechanismRun(
-            variant=variant,
-            training=setting.training_of(variant),
-            evaluation=setting.evaluation,
-            mechanism=preset.mechanism,
-        )
-        for variant in canonical_scores(request.variants or VARIANTS, setting)
+        setting.run_of(MechanismRun, score, mechanism=preset.mechanism)
+        for score in setting.canonical_scores(request.variants or VARIANTS)
     ]
-    return setting.sweep(
-        request,
-        KIND,
-        runs,
-        sets=lambda data, length, _: [runs[0].texts(data, length)],
-        mechanism=preset.mechanism,
-    )
+
+    def sets(data: TokenData, length: int, settings: EvaluationSettings) -> list[EvaluationSet]:
+        return [runs[0].texts(data, length)]
+
+    return setting.sweep(request, KIND, runs, sets=sets, mechanism=preset.mechanism)
 
 
 # Metrics
@@ -156,8 +142,7 @@ def _share(part: Array, whole: Array) -> Array:
 
 def _outside(pairs: Array, of: Array, *whole: Array) -> Array:
     """The share (%) of pairs outside the trained range; bins alternate inside and outside."""
-    outside = pairs[..., 1::2].sum(-1)
-    return 100 * _share(outside, pairs.sum(-1))
+    return 100 * _share(pairs[..., 1::2].sum(-1), pairs.sum(-1))
 
 
 def _recovered(correct: Array, tokens: Array, *whole: Array) -> Array:
@@ -212,22 +197,19 @@ def rows(view: View, statistic: str = "cosine") -> list[Row]:
 
 def columns(view: View) -> list[Column]:
     """Correlations, the spread of norms, and quantiles of cosines at both lengths."""
-    at_l = {
-        "raw_correlation": mean("raw_correlation", "correlation before the norm"),
-        "spread": mean("spread", "spread of ‖k‖"),
-        "mean_direction": mean("mean_direction", "energy in the mean key, %", scale=100.0),
-    }
     near, far = lengths(view)
-    return [
-        Column("correlation", CORRELATION.title, CORRELATION, without="one norm"),
-        *(Column(key, metric.title, metric.at(AT_L)) for key, metric in at_l.items()),
-        *(
-            Column(f"cosine_{key}_{share:g}", f"cosine, {share:.1%} at {length:,}", metric)
-            for key, length, where in (("near", near, AT_L), ("far", far, LONGER))
-            for share in QUANTILES
-            for metric in [cosine_quantile(share).at(where)]
-        ),
-    ]
+    made = [Column("correlation", CORRELATION.title, CORRELATION, without="one norm")]
+    for metric in (
+        mean("raw_correlation", "correlation before the norm"),
+        mean("spread", "spread of ‖k‖"),
+        mean("mean_direction", "energy in the mean key, %", scale=100.0),
+    ):
+        made.append(Column(metric.name, metric.title, metric.at(AT_L)))
+    for end, length, where in (("near", near, AT_L), ("far", far, LONGER)):
+        for share in QUANTILES:
+            key, title = f"cosine_{end}_{share:g}", f"cosine, {share:.1%} at {length:,}"
+            made.append(Column(key, title, cosine_quantile(share).at(where)))
+    return made
 
 
 def _distances(view: View) -> list[tuple[int, int]]:
@@ -239,25 +221,20 @@ def _distances(view: View) -> list[tuple[int, int]]:
 
 def _profile_columns(view: View) -> list[Column]:
     near, far = lengths(view)
-    beyond = product_between(near, far) - product_between(near // 2, near)
-    return [
-        *(
-            Column(
-                f"product_{low}",
-                f"{low:,} … {high - 1:,}" if high - low > 1 else str(low),
-                product_between(low, high).at(LONGER),
-            )
-            for low, high in _distances(view)
-        ),
-        Column("rebound", "beyond the training length − octave before", beyond.at(LONGER)),
-    ]
+    columns = []
+    for low, high in _distances(view):
+        title = f"{low:,} … {high - 1:,}" if high - low > 1 else str(low)
+        columns.append(Column(f"product_{low}", title, product_between(low, high).at(LONGER)))
+    beyond = (product_between(near, far) - product_between(near // 2, near)).at(LONGER)
+    return [*columns, Column("rebound", "beyond the training length − octave before", beyond)]
 
 
 def _layer_rows(view: View) -> list[Row]:
+    where = {"protocol": KIND, "statistic": "attention"}
     return [
         Row(f"{row.label}, layer {layer + 1}", {**row.where, "layer": layer})
         for row in rows(view, "attention")
-        for layer in view.values("layer", {"protocol": KIND, **row.where, "statistic": "attention"})
+        for layer in view.values("layer", {**where, **row.where})
     ]
 
 
@@ -267,9 +244,8 @@ def _clamped_columns() -> Iterator[Column]:
         for reading, metric in metrics.items():
             yield Column(f"{name}_{reading}", f"{name}, {reading}", metric)
         for first, second in (("unmodified", "alone"), ("clamped", "unmodified")):
-            title = f"{name}, {first} − {second}"
-            difference = metrics[first] - metrics[second]
-            yield Column(f"{name}_{first}_less_{second}", title, difference)
+            key, title = f"{name}_{first}_less_{second}", f"{name}, {first} − {second}"
+            yield Column(key, title, metrics[first] - metrics[second])
     yield Column("recovered", RECOVERED.title, RECOVERED)
 
 
@@ -370,22 +346,17 @@ def claims(view: View) -> Iterator[Claim]:
         mean("position_size", "size").at(AT_L, variant="Baseline"),
         *(SOURCE_OPEN, "Baseline: rank correlation of ‖k‖ and its position, its size"),
     )
-    sentence = (
-        "'s cosines leave their trained range at unseen distances rather than at trained ones"
-    )
     for row in ("Baseline", "KNA"):
         yield Claim(
-            f"{row}{sentence}",
+            f"{row}'s cosines leave their trained range at unseen distances rather than at trained "
+            "ones",
             FURTHER.at(variant=row),
             *(SOURCE_OPEN, f"{row}: share of pairs outside, at i − j ≥ {near:,} − nearer"),
         )
     share = f"share of the accuracy lost at {far:,} tokens that clamped positions recover"
     for row in ("Baseline", "KNA"):
-        yield Claim(
-            f"unseen positions cost {row} accuracy on longer text",
-            RECOVERED.at(variant=row),
-            *(SOURCE_OPEN, f"{row}: {share}"),
-        )
+        sentence = f"unseen positions cost {row} accuracy on longer text"
+        yield Claim(sentence, RECOVERED.at(variant=row), SOURCE_OPEN, f"{row}: {share}")
 
 
 def figures(view: View) -> Iterator[Figure]:
@@ -394,17 +365,13 @@ def figures(view: View) -> Iterator[Figure]:
     title = f"Accuracy of the last {near:,} of {far:,} tokens, %"
     accuracies = [Column(r, f"accuracy, {r}, %", last_tokens("accuracy", r)) for r in READINGS]
     yield interval_figure(view, "last_accuracy", title, rows(view, "last_accuracy"), accuracies)
-    # The axis begins at a quarter of L.
-    products = {
-        low: product_between(low, high).at(LONGER)
-        for low, high in _distances(view)
-        if low >= near // 4
-    }
-    lines = tuple(
-        Line(row.label, points(view, ((low, p.at(row.where)) for low, p in products.items())))
-        for row in rows(view, "product")
-    )
-    panel = Panel("", lines, "distance i − j", "mean q · k", log_x=True, train_length=near)
+    products = {low: product_between(low, high).at(LONGER) for low, high in _distances(view)}
+    lines = []
+    for row in rows(view, "product"):
+        # The axis begins at a quarter of L.
+        by_distance = ((n, p.at(row.where)) for n, p in products.items() if n >= near // 4)
+        lines.append(Line(row.label, points(view, by_distance)))
+    panel = Panel("", tuple(lines), "distance i − j", "mean q · k", log_x=True, train_length=near)
     yield Curves("product_by_distance", "Mean of q · k by distance", (panel,))
 
 

@@ -27,12 +27,7 @@ from normattn.models.config import BLOCK_SETTINGS
 from normattn.settings import Settings
 
 Protocol = Literal[
-    "train_length",
-    "non_repeated",
-    "repeated",
-    "last_segment",
-    "by_position",
-    "retrieval",
+    "train_length", "non_repeated", "repeated", "last_segment", "by_position", "retrieval"
 ]
 PROTOCOLS: tuple[Protocol, ...] = ("train_length", "non_repeated", "repeated", "last_segment")
 """The default protocols, which the table's columns show."""
@@ -150,20 +145,32 @@ def fields(name: str, study: str | None = None) -> tuple[str, dict[str, Any]]:
     from that preset. Raises `InputError` for an unknown name (with the nearest), an unreadable
     file, and a base that leads back to the file.
     """
-    layers, visited, base = list[dict[str, Any]](), list[str](), name
+    known = names(study)
+    layers: dict[str, dict[str, Any]] = {}  # by the preset's name, or the file's absolute path
+    base, folder = name, Path()
     while base:
-        folder = Path(visited[-1]).parent if visited else Path()
-        source, layer = _read_layer(base, study, folder)
-        if source in visited:
-            raise InputError(f"a preset cannot be its own base: {' -> '.join([*visited, source])}")
+        source = base if base in known else str((folder / base).resolve())
+        if source in layers:
+            raise InputError(f"a preset cannot be its own base: {' -> '.join([*layers, source])}")
+        if base in known:
+            packaged = _folder(study) / f"{base.replace('-', '_')}.toml"
+            layer = tomllib.loads(packaged.read_text("utf-8"))
+        elif base.endswith(".toml"):
+            try:
+                layer = read_toml(folder / base)
+            except InputError as error:
+                raise InputError(f"the preset file {error}") from error
+        else:
+            raise unknown_name(
+                "preset", base, known, ", and a file of your own by its path, ending in .toml"
+            )
+        layers[source], folder = layer, Path(source).parent
         base = str(layer.pop("base", ""))
-        layers.append(layer)
-        visited.append(source)
     settings: dict[str, Any] = {}
-    for layer in reversed(layers):
+    for layer in reversed(layers.values()):
         settings.pop("name", None)
         settings = overridden(settings, layer, training="training.")
-    return name if name in names(study) else Path(name).stem, settings
+    return name if name in known else Path(name).stem, settings
 
 
 def overridden(
@@ -188,37 +195,18 @@ def overridden(
     return merged(base, *layers)
 
 
-def _read_layer(name: str, study: str | None, folder: Path) -> tuple[str, dict[str, Any]]:
-    """A preset's source (its name, or its absolute path) and the settings written there."""
-    known = names(study)
-    if name in known:
-        packaged = _folder(study) / f"{name.replace('-', '_')}.toml"
-        return name, tomllib.loads(packaged.read_text("utf-8"))
-    if not name.endswith(".toml"):
-        raise unknown_name(
-            "preset", name, known, ", and a file of your own by its path, ending in .toml"
-        )
-    try:
-        return str((folder / name).resolve()), read_toml(folder / name)
-    except InputError as error:
-        raise InputError(f"the preset file {error}") from error
-
-
 def load(name: str) -> Preset:
     """The preset of the studies of language models called `name`, as `fields` finds it."""
     return load_preset(Request(preset=name), "keynorm", Preset)
 
 
 def load_preset(
-    request: Request,
-    study: str,
-    kind: type[AnyPreset],
-    unused: Collection[str] = (),
+    request: Request, study: str, kind: type[AnyPreset], unused: Collection[str] = ()
 ) -> AnyPreset:
     """Load the preset of a request, with the request's changes, as a `kind`.
 
     Groups of a shared file that belong to other studies are ignored. Raises `InputError` for a
-    change of a setting in these groups or in `unused`.
+    change of a setting in these groups or in `unused`, and for one without its group.
     """
     own_folder = study if _folder(study).is_dir() else None
     ignored = {*GROUPS} - {*kind.model_fields}
@@ -227,7 +215,17 @@ def load_preset(
     for setting in (*given, *({*asked} & {"name", *ignored})):
         raise InputError(f"--set {setting}: reproduce {study} does not use that setting")
     name, stored = fields(request.preset, own_folder)
-    settings = _apply_changes(stored, request, {*kind.model_fields, *ignored})
+    for changed in request.changes:
+        group = changed.partition(".")[0]
+        if group in kind.model_fields or group in ignored:
+            continue
+        meant = [setting for setting in flatten(stored) if setting.endswith(f".{changed}")]
+        if group in LoopConfig.model_fields:
+            meant.insert(0, f"training.{changed}")
+        if meant:
+            nearest = " or ".join(dict.fromkeys(meant))
+            raise InputError(f"--set {changed}: there is no such setting; did you mean {nearest}?")
+    settings = overridden(stored, request.changes, training="training.")
     if own_folder is None:
         settings = {group: value for group, value in settings.items() if group not in ignored}
     for group in kind.model_fields.keys() & {*GROUPS, "evaluation", "training"}:
@@ -235,22 +233,6 @@ def load_preset(
             raise InputError(f"{group} is a group of settings, got {settings[group]!r}")
     subject = f"preset {name} of {study}" if own_folder else f"preset {name}"
     return kind.parse({"name": name, **settings}, subject)
-
-
-def _apply_changes(
-    stored: Mapping[str, Any], request: Request, known: Collection[str]
-) -> dict[str, Any]:
-    """Apply the request's changes; raises `InputError` for one without its group, and names it."""
-    for name in request.changes:
-        if name.partition(".")[0] in known:
-            continue
-        inside = [setting for setting in flatten(stored) if setting.endswith(f".{name}")]
-        if name.partition(".")[0] in LoopConfig.model_fields:
-            inside = list(dict.fromkeys((f"training.{name}", *inside)))
-        if inside:
-            nearest = " or ".join(inside)
-            raise InputError(f"--set {name}: there is no such setting; did you mean {nearest}?")
-    return overridden(stored, request.changes, training="training.")
 
 
 def preset_argument(name: str, study: str) -> str:

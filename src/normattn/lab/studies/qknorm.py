@@ -20,14 +20,14 @@ from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.masked import MARGIN
 from normattn.lab.report.claims import SEEDS, Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel, Point
-from normattn.lab.report.tables import Column, Row, Table, estimate_column, text_column
+from normattn.lab.report.tables import EMPTY_CELL, Cell, Column, Row, Table, text_column
 from normattn.lab.report.view import View, points
 from normattn.lab.stats import Estimate, Identity, Metric, sign_test, sums, with_identity
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import empty
 from normattn.lab.stats.metrics import BLEU, CHRF
 from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import interval_figure, ranked
+from normattn.lab.studies.lm_report import interval_figure, ranked, training_outcomes
 from normattn.lab.studies.qknorm_runs import (
     CLIP,
     IMAGES,
@@ -40,7 +40,6 @@ from normattn.lab.studies.qknorm_runs import (
     resolve,
     split_row,
 )
-from normattn.lab.studies.trained import training_outcomes
 from normattn.lab.sweep.collect import collect_measurements
 
 # Measurements
@@ -78,12 +77,6 @@ def failures(view: View, where: Where) -> dict[int, bool]:
     return {seed: end != "learned" for seed, end in training_outcomes(view, where).items()}
 
 
-def unigram(view: View) -> float | None:
-    """The loss of the unigram model on the sweep's test set."""
-    estimates = (view.estimate(UNIGRAM, row.where) for row in rated_rows(RATES, view))
-    return min((estimate.value for estimate in estimates if estimate is not None), default=None)
-
-
 def rated_rows(experiment: str, view: View) -> list[Row]:
     """A row for every score and learning rate of an experiment."""
     return [
@@ -95,11 +88,11 @@ def rated_rows(experiment: str, view: View) -> list[Row]:
 
 def largest_logits(identity: Identity, run: Path) -> pl.DataFrame:
     """The largest logit of any head at each recorded step of a training."""
-    measured = []
-    for line in read_diagnostics(run):
-        if (largest := line.largest) is not None:
-            step: dict[str, Any] = {"axis": "step", "edges": [float(line.step)]}
-            measured.append(sums("largest_logit", [""], [[largest]], [[1.0]], **step))
+    measured = [
+        sums("largest_logit", [""], [[line.largest]], [[1.0]], axis="step", edges=[line.step])
+        for line in read_diagnostics(run)
+        if line.largest is not None
+    ]
     return with_identity(identity, measured) if measured else empty()
 
 
@@ -117,10 +110,15 @@ def _failed(view: View, row: Row) -> str | None:
     return f"{sum(failed.values())} of {len(failed)}" if failed else None
 
 
-def _largest_logit(view: View, row: Row) -> Estimate | None:
+def _largest_logit(view: View, row: Row) -> Cell:
     recorded = {**row.where, "protocol": "training", "statistic": "largest_logit"}
-    values = view.values("sum", recorded)
-    return Estimate(max(values), seeds=tuple(view.values("seed", recorded))) if values else None
+    values, seeds = view.values("sum", recorded), tuple(view.values("seed", recorded))
+    largest = max(values, default=0.0)
+    return Cell(f"{largest:.3g}", Estimate(largest, seeds=seeds)) if values else EMPTY_CELL
+
+
+def _seeds(view: View, row: Row) -> str:
+    return " ".join(map(str, sorted(view.values("seed", row.where))))
 
 
 def _results(*metrics: Metric) -> tuple[Column, ...]:
@@ -129,20 +127,14 @@ def _results(*metrics: Metric) -> tuple[Column, ...]:
     return (*(Column(m.name, m.title, m) for m in metrics), *changes)
 
 
-SEEDS_TESTED = text_column(
-    "seeds",
-    "seeds",
-    lambda view, row: " ".join(map(str, sorted(view.values("seed", row.where)))),
-)
-LOGIT = estimate_column(
-    *("largest_logit", "largest logit", _largest_logit), lambda largest: f"{largest.value:.3g}"
-)
+SEEDS_TESTED = text_column("seeds", "seeds", _seeds)
+LOGIT = Column("largest_logit", "largest logit", plain=_largest_logit)
 RATE = text_column("learning_rate", "learning rate", _learning_rate)
 FAILED = text_column("failed", "failed", _failed)
 
 
 def _translation_notes(view: View) -> Sequence[str]:
-    decoding = (settings for settings in view.values("settings", {"protocol": TRANSLATION}))
+    decoding = view.values("settings", {"protocol": TRANSLATION})
     return (
         "BLEU, chrF: of the translations by beam search, as sacrebleu computes them, averaged over "
         "seeds.",
@@ -157,15 +149,14 @@ def _translation_notes(view: View) -> Sequence[str]:
 
 def _addition_notes(view: View, experiment: str) -> Iterator[str]:
     """Explain the additions of rows with a +, where there are any."""
-    rows = scores(view, experiment)
-    if any(MUON in row for row in rows):
+    additions = {name for row in scores(view, experiment) for name in split_row(row)[1]}
+    if MUON in additions:
         yield (
             "+Muon: Muon updates the layers' matrices, AdamW all other parameters. Multiples are "
             "of the row's own learning rate, which may differ from that of other rows."
         )
-    bounds = view.values("factor.qk_clip") if "factor.qk_clip" in view.frame.columns else []
-    for bound in bounds:
-        if bound is not None and any(CLIP in row for row in rows):
+    if CLIP in additions and "factor.qk_clip" in view.frame.columns:
+        for bound in filter(None, view.values("factor.qk_clip")):
             yield (
                 "+QK-Clip: after each step, the query and key weights of a head whose largest "
                 f"logit exceeded τ = {bound:g} are scaled down, so that it would have been τ."
@@ -173,6 +164,12 @@ def _addition_notes(view: View, experiment: str) -> Iterator[str]:
 
 
 LOGIT_NOTE = "Largest logit: of any recorded step, layer, head and seed."
+
+
+def unigram(view: View) -> float | None:
+    """The loss of the unigram model on the sweep's test set."""
+    estimates = (view.estimate(UNIGRAM, row.where) for row in rated_rows(RATES, view))
+    return min((estimate.value for estimate in estimates if estimate is not None), default=None)
 
 
 def _rate_notes(view: View) -> Sequence[str]:
@@ -193,6 +190,7 @@ def _rate_notes(view: View) -> Sequence[str]:
 CLAIMED = ("QKLayerNorm", "QKRMSNorm", "QKNorm2020")
 """The norms of queries and keys that the source's claim covers; QKNorm2020 is the source's."""
 TRANSLATES, STABLE, BOUNDED = "arXiv 2010.04245", "arXiv 2302.05442", "arXiv 2507.20534"
+HERE = "asked here"
 CLIPPED = (("Baseline+QK-Clip", "QKRMSNorm"), ("Baseline+Muon+QK-Clip", "QKRMSNorm+Muon"))
 """Rows that compare clipping with normalising, with AdamW and with Muon."""
 
@@ -204,43 +202,33 @@ def claims(view: View) -> Iterator[Claim]:
         yield _difference(sentence, TRANSLATES, BLEU, score, BASE, TRANSLATION)
         sentence = f"{score} has a lower loss than {BASE}"
         yield _difference(sentence, TRANSLATES, LOSS, score, BASE, TRANSLATION, sign=-1)
+    rows = dict.fromkeys((*scores(view, RATES), *scores(view, IMAGES)))
+    sources = {row: BOUNDED if CLIP in row else STABLE for row in rows if row != base_of(row)}
     for experiment, metric, sign, statement in (
         (RATES, LOSS, -1, "has a lower loss"),
         (IMAGES, IMAGE_ACCURACY, 1, "is more accurate on images"),
     ):
         high = max(multiples(view, experiment), default=1.0)
-        for score in scores(view, experiment) if high > 1 else ():
-            if score != (base := base_of(score)):
-                sentence = f"{score} at ×{high:g} of the learning rate {statement} than {base}"
-                yield _difference(
-                    sentence, _source(score), metric, score, base, experiment, high, sign
-                )
-    for score in scores(view, RATES):
-        if score != (base := base_of(score)):
-            yield _fails_less(
-                f"fewer trainings fail with {score} than with {base} in the learning-rate sweep",
-                _source(score),
-                *(score, base),
-            )
+        for row in scores(view, experiment) if high > 1 else ():
+            if row in sources:
+                base, source = base_of(row), sources[row]
+                sentence = f"{row} at ×{high:g} of the learning rate {statement} than {base}"
+                yield _difference(sentence, source, metric, row, base, experiment, high, sign)
+    for row in scores(view, RATES):
+        if row in sources:
+            sentence = f"fewer trainings fail with {row} than with {base_of(row)} in the "
+            sentence += "learning-rate sweep"
+            yield _fails_less(sentence, sources[row], row, base_of(row))
     high = max(multiples(view, RATES), default=1.0)
     for clipped, normed in CLIPPED:
-        yield _fails_less(
-            f"{clipped} tolerates as high a learning rate as {normed} "
-            "(at least no worse: the difference is not below 0)",
-            "asked here",
-            *(clipped, normed),
-        )
+        sentence = f"{clipped} tolerates as high a learning rate as {normed} "
+        sentence += "(at least no worse: the difference is not below 0)"
+        yield _fails_less(sentence, HERE, clipped, normed)
         for experiment, rate in ((RATES, high), (TRANSLATION, None)):
             rated = "" if rate is None else f"at ×{rate:g} of the learning rate "
             sentence = f"{clipped} {rated}ends at as good a loss as {normed} "
             sentence += "(at least no worse: the difference is not above 0)"
-            yield _difference(
-                sentence, "asked here", LOSS, clipped, normed, experiment, rate, sign=-1
-            )
-
-
-def _source(row: str) -> str:
-    return BOUNDED if CLIP in row else STABLE
+            yield _difference(sentence, HERE, LOSS, clipped, normed, experiment, rate, sign=-1)
 
 
 def _difference(
@@ -290,34 +278,29 @@ def _fails_less(sentence: str, source: str, score: str, base: str) -> Claim:
 
 # Figures
 
-OF_RATE = "learning rate, in units of the preset's"
-
 
 def figures(view: View) -> list[Figure]:
     """BLEU and loss by score, results by learning rate."""
-    losses = _lines_by_rate(view, RATES, LOSS)
-    unigram_loss = unigram(view)
+    rows = [Row(score, where_of(TRANSLATION, score, 1.0)) for score in scores(view, TRANSLATION)]
+    rows = [row for row in rows if view.sums(LOSS.name, row.where) is not None]
+    columns = [Column("bleu", BLEU.title, BLEU), Column("loss", "loss (nats)", LOSS)]
+    shown = columns if len(rows) > 1 else ()  # one score has nothing to be compared with
+    made: list[Figure] = [
+        interval_figure(view, "bleu_by_score", "Translation by score", rows, shown)
+    ]
+    losses, unigram_loss = _lines_by_rate(view, RATES, LOSS), unigram(view)
     if unigram_loss is not None:
         level = tuple(Point(rate, unigram_loss) for rate in multiples(view, RATES))
         losses = (*losses, Line("unigram baseline", level, control=True))
     accuracies = _lines_by_rate(view, IMAGES, IMAGE_ACCURACY)
-    rows = [
-        Row(score, where)
-        for score in scores(view, TRANSLATION)
-        if view.sums(LOSS.name, where := where_of(TRANSLATION, score, 1.0)) is not None
-    ]
-    columns = [Column("bleu", BLEU.title, BLEU), Column("loss", "loss (nats)", LOSS)]
-    shown = columns if len(rows) > 1 else ()  # one score has nothing to be compared with
-    return [
-        interval_figure(view, "bleu_by_score", "Translation by score", rows, shown),
-        *(
-            Curves(name, title, (Panel("", lines, OF_RATE, y_title, log_x=True),))
-            for name, title, lines, y_title in (
-                ("loss_by_learning_rate", "Test loss", losses, "nats per token"),
-                ("vision_by_learning_rate", "Images: accuracy", accuracies, "accuracy (%)"),
-            )
-        ),
-    ]
+    for name, title, lines, y_title in (
+        ("loss_by_learning_rate", "Test loss", losses, "nats per token"),
+        ("vision_by_learning_rate", "Images: accuracy", accuracies, "accuracy (%)"),
+    ):
+        x_title = "learning rate, in units of the preset's"
+        panel = Panel("", lines, x_title, y_title, log_x=True)
+        made.append(Curves(name, title, (panel,)))
+    return made
 
 
 def _lines_by_rate(view: View, experiment: str, metric: Metric) -> tuple[Line, ...]:

@@ -8,7 +8,7 @@ these groups and may add others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import Field, field_validator
 from normattn.errors import InputError, unknown_name
 from normattn.io import write_json
 from normattn.lab.data.images import ImageData
-from normattn.lab.data.pairs import PairData, PairSplit
+from normattn.lab.data.pairs import PairData
 from normattn.lab.evaluation.classification import measure_images
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.evaluation.translation import (
@@ -38,7 +38,6 @@ from normattn.lab.training.tasks.classification import VisionTrainingConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
 from normattn.models.config import without_position
 from normattn.models.flops import flops_per_image
-from normattn.models.translator import Translator
 from normattn.score import ScoreSpec
 from normattn.score.grammar import read
 from normattn.score.parts import Part, RotaryPosition, SidedNorm, Slot, find
@@ -118,10 +117,8 @@ def scores_of(variant: str) -> dict[str, str]:
     baseline: Any = find("Baseline")()
     key_norm = baseline
     if "K" in norm.sides:
-        parameters = {field.name: getattr(norm, field.name) for field in fields(norm)}
-        key_norm = find(norm.name if norm.sides == "K" else norm.name.removeprefix("Q"))(
-            **parameters
-        )
+        of_keys = find(norm.name if norm.sides == "K" else norm.name.removeprefix("Q"))
+        key_norm = of_keys(**{field.name: getattr(norm, field.name) for field in fields(norm)})
 
     def with_norm(replacement: Part) -> ScoreSpec:
         return ScoreSpec(tuple(replacement if part is norm else part for part in spec.parts))
@@ -131,17 +128,6 @@ def scores_of(variant: str) -> dict[str, str]:
         "model.decoder_score": with_norm(baseline).text,
         "model.cross_score": without_position(with_norm(key_norm)).text,
     }
-
-
-def vision_score(score: str) -> str:
-    """The score of a Vision Transformer.
-
-    As in ViT, positions are learned: `KNA` is trained as `KNA-NoPE`, unless the score names a
-    position.
-    """
-    names_position = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
-    rotary = isinstance(ScoreSpec.parse(score).position, RotaryPosition)
-    return f"{score}-NoPE" if rotary and not names_position else score
 
 
 # Presets
@@ -244,11 +230,30 @@ class TranslationRun(MeasuredRun):
         settings, model = self.evaluation, self.load_trained(folder, config)
         split = data.split(settings.split).first(settings.max_sentences)
         units = [f"{number:06}" for number in range(len(split))]
-        measured, decoding = [*_score_references(model, data, split, units, progress)], ""
+        loss, correct, tokens = score_references(
+            model, split, progress=lambda done, total: progress(done, total, "references")
+        )
+        unigram = unigram_loss(data.train, split, data.tokeniser.vocab_size)
+        scored = {"loss": loss, "accuracy": correct, "unigram_loss": unigram}
+        measured = [sums(name, units, numerator, tokens) for name, numerator in scored.items()]
+        decoding = ""
         if self.translated:
-            texts, decoding, counts = self._translate(model, data, split, units, progress)
+            beam, penalty = settings.beam, settings.length_penalty
+            texts = translate(
+                *(model, split, data.tokeniser),
+                beam=beam,
+                length_penalty=penalty,
+                batch=settings.batch,
+                progress=lambda done, total: progress(done, total, "translated"),
+            )
             write_json(folder / EVALUATIONS / "translations.json", {"translations": texts})
-            measured += counts
+            counted = corpus_counts(texts, [target for _, target in split.texts])
+            signatures = (metric.signature for metric in counted.values())
+            decoding = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
+            for name, (counts, _) in counted.items():
+                # The counts of every sentence are bins of the axis "count".
+                axis: Any = {"axis": "count", "edges": range(counts.shape[1])}
+                measured.append(sums(name, units, counts, [1.0], **axis))
         identity = self.identity(
             str(self.factors["experiment"]),
             weights=weights_digest(model),
@@ -257,47 +262,6 @@ class TranslationRun(MeasuredRun):
             settings=decoding,
         )
         return with_identity(identity, measured)
-
-    def _translate(
-        self,
-        model: Translator,
-        data: PairData,
-        split: PairSplit,
-        units: list[str],
-        progress: Progress,
-    ) -> tuple[list[str], str, list[pl.DataFrame]]:
-        """Return the translations, how they were decoded, and the counts of BLEU and chrF."""
-        beam, penalty = self.evaluation.beam, self.evaluation.length_penalty
-        texts = translate(
-            model,
-            split,
-            data.tokeniser,
-            beam=beam,
-            length_penalty=penalty,
-            batch=self.evaluation.batch,
-            progress=lambda done, total: progress(done, total, "translated"),
-        )
-        counted = corpus_counts(texts, [target for _, target in split.texts])
-        signatures = (metric.signature for metric in counted.values())
-        decoding = "; ".join((f"beam {beam}, length penalty {penalty:g}", *signatures))
-        # The counts of every sentence are bins of the axis "count".
-        measured = [
-            sums(name, units, counts, [1.0], axis="count", edges=range(counts.shape[1]))
-            for name, (counts, _) in counted.items()
-        ]
-        return texts, decoding, measured
-
-
-def _score_references(
-    model: Translator, data: PairData, split: PairSplit, units: list[str], progress: Progress
-) -> Iterator[pl.DataFrame]:
-    loss, correct, tokens = score_references(
-        model, split, progress=lambda n, of: progress(n, of, "references")
-    )
-    yield sums("loss", units, loss, tokens)
-    yield sums("accuracy", units, correct, tokens)
-    unigram = unigram_loss(data.train, split, data.tokeniser.vocab_size)
-    yield sums("unigram_loss", units, unigram, tokens)
 
 
 class VisionRun(MeasuredRun):
@@ -320,18 +284,19 @@ class VisionRun(MeasuredRun):
         self, folder: Path, config: VisionTrainingConfig, data: ImageData, progress: Progress
     ) -> pl.DataFrame:
         """The loss of every image, and whether it is classified correctly."""
-        model = self.load_trained(folder, config)
-        split = data.split(self.split)
+        model, tokens = self.load_trained(folder, config), config.model.tokens
         measured = measure_images(
-            model, split, progress=lambda done, total: progress(done, total, "images")
+            model,
+            data.split(self.split),
+            progress=lambda done, total: progress(done, total, "images"),
         )
         identity = self.identity(
             IMAGES,
             weights=weights_digest(model),
             data=data.fingerprint,
             split=self.split,
-            length=config.model.tokens,
-            train_length=config.model.tokens,
+            length=tokens,
+            train_length=tokens,
         )
         return with_identity(identity, measured)
 
@@ -368,30 +333,24 @@ def resolve(request: Request) -> Sweep:
             runs.append(run)
 
     training = preset.whole_training(TranslationConfig)
+    shared: dict[str, Any] = {"training": training, "evaluation": evaluation}
+    shared |= {"rates": None, "vision": None}
     fields: dict[str, Any] = {"evaluation": evaluation, "translated": True}
     add(TranslationRun, TRANSLATION, [*table], training, **fields)
     if vision is not None:
-        image_seeds = request.seeds_or(vision.seeds or preset.seeds)
+        shared["vision"], swept = vision.training, vision.rates
         fields = {"split": evaluation.split}
-        swept = vision.rates
+        image_seeds = request.seeds_or(vision.seeds or preset.seeds)
         add(VisionRun, IMAGES, vision.scores, vision.training, seeds=image_seeds, **fields)
         add(VisionRun, IMAGES, swept.scores, vision.training, swept.multiples, **fields)
-    recorded = None
     if rates is not None:
         subject = "rates.training"
         sweep_training = preset.whole_training(TranslationConfig, rates.training, subject=subject)
-        recorded = {**sweep_training, "max_sentences": rates.max_sentences}
+        shared["rates"] = {**sweep_training, "max_sentences": rates.max_sentences}
         shorter = evaluation.model_copy(update={"max_sentences": rates.max_sentences})
         fields = {"evaluation": shorter, "translated": False}
         add(TranslationRun, RATES, rates.scores, sweep_training, rates.multiples, **fields)
-    config = SweepConfig.of(
-        preset.name,
-        training=training,
-        evaluation=evaluation,
-        rates=recorded,
-        vision=vision.training if vision else None,
-    )
-    return Sweep.of(request, "qknorm", config, runs)
+    return Sweep.of(request, "qknorm", SweepConfig.of(preset.name, **shared), runs)
 
 
 def run_of(
@@ -407,8 +366,11 @@ def run_of(
     score, name = split_row(row)[0], row
     scores = scores_of(score)
     if kind is VisionRun:
-        score, name = vision_score(score), f"vision {row}"
-        scores = {"model.score": score}
+        # As in ViT, positions are learned: `KNA` is trained as `KNA-NoPE`.
+        names_position = any(part.slot is Slot.POSITION for part, _ in read(score)[0])
+        if not names_position and isinstance(ScoreSpec.parse(score).position, RotaryPosition):
+            score += "-NoPE"
+        name, scores = f"vision {row}", {"model.score": score}
     settings = merged(training, *layers, scores)
     subject = f"the settings of {name}"
     config: Any = kind.training_class.parse({**settings, "seed": 0}, subject)

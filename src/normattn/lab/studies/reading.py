@@ -15,7 +15,6 @@ from typing import Any
 
 import polars as pl
 
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Grid, Line, Panel, Point
 from normattn.lab.report.tables import Column, Row, Table
 from normattn.lab.report.view import View, octaves, points
@@ -23,15 +22,8 @@ from normattn.lab.stats import Metric, select
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies import lm_report as lm
-from normattn.lab.studies.base import Study
-from normattn.lab.studies.language import TextSetting
-from normattn.lab.studies.methods import (
-    ALL,
-    applicable_methods,
-    candidates,
-    canonical_methods,
-    canonical_scores,
-)
+from normattn.lab.studies.base import Claim, Study
+from normattn.lab.studies.language import ALL, TextSetting, candidates
 from normattn.lab.studies.preset import Preset, load_preset
 from normattn.lab.sweep.run import Request, Sweep
 from normattn.score import ScoreSpec
@@ -53,9 +45,6 @@ TASKS = {
 EXACT = Metric("exact", "correct answers", ratio(100.0), "%", 1)
 
 
-UNUSED = ("evaluation.multiples", "evaluation.protocols")
-
-
 class ReadingSettings(Settings):
     """Settings of `reproduce reading`: lengths in units of L, long enough for retrieval."""
 
@@ -70,15 +59,16 @@ class ReadingPreset(Preset):
 
 def resolve(request: Request) -> Sweep:
     """The sweep of *reading*; raises `InputError` as `keynorm.resolve` does."""
-    preset = load_preset(request, KIND, ReadingPreset, UNUSED)
+    unused = ("evaluation.multiples", "evaluation.protocols")
+    preset = load_preset(request, KIND, ReadingPreset, unused)
     overrides = {"multiples": preset.reading.multiples, "protocols": SEPARATE_TABLES}
     setting = TextSetting.of(preset, overrides)
     if request.methods in (None, (ALL,)):
         methods: tuple[str, ...] = (UNMODIFIED, *candidates())
     else:
-        methods = canonical_methods(request.methods, setting)
-    variants = canonical_scores(request.variants or ("Baseline", "KNA", "CosA-logn"), setting)
-    supported, skipped = applicable_methods(dict.fromkeys(variants, methods), setting)
+        methods = setting.canonical_methods(request.methods)
+    variants = setting.canonical_scores(request.variants or ("Baseline", "KNA", "CosA-logn"))
+    supported, skipped = setting.applicable_methods(dict.fromkeys(variants, methods))
     runs = [setting.run(score, chosen) for score, chosen in supported.items()]
     return setting.sweep(request, KIND, runs, skipped)
 
@@ -124,22 +114,19 @@ def figures(view: View) -> Iterator[Figure]:
 
 def _by_depth(view: View, where: dict[str, Any]) -> Iterator[Figure]:
     """The share of correct answer tokens, by depth of the fact, at the longest length."""
-    rows = _rows_by(RETRIEVAL)(view)
-    sums_by_row = {row.label: view.sums("accuracy", {**row.where, **where}) for row in rows}
-    measured = {label: sums for label, sums in sums_by_row.items() if sums is not None}
-    if not measured:
-        return
-    values = tuple(
-        tuple((100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))).tolist())
-        for sums in measured.values()
-    )
+    shares: dict[str, tuple[float, ...]] = {}
+    depths: tuple[str, ...] = ()
+    for row in _rows_by(RETRIEVAL)(view):
+        sums = view.sums("accuracy", {**row.where, **where})
+        if sums is not None:
+            by_depth = 100 * sums.numerator.sum((0, 1)) / sums.denominator.sum((0, 1))
+            shares[row.label] = tuple(by_depth.tolist())
+            depths = depths or tuple(f"{depth:.2f}" for _, _, depth, _ in sums.bins)
     yield Grid(
         f"retrieval_{where[TASK]}",
         f"{TASKS[where[TASK]]} at {where['length']:,} tokens: correct answer tokens, %",
-        tuple(measured),
-        tuple(f"{depth:.2f}" for _, _, depth, _ in next(iter(measured.values())).bins),
-        values,
-        tuple(tuple(f"{value:.0f}" for value in line) for line in values),
+        *(tuple(shares), depths, tuple(shares.values())),
+        tuple(tuple(f"{share:.0f}" for share in line) for line in shares.values()),
         x_title="depth of the fact (0: beginning)",
         scale_title="%",
     )
@@ -220,28 +207,25 @@ def resolve_window(request: Request) -> Sweep:
     preset = load_preset(request, "window", Preset)
     setting = TextSetting.of(preset, {"multiples": preset.evaluation.multiples[-1:]})
     sizes = dict.fromkeys(max(1, round(share * setting.train_length)) for share in SHARES)
-    methods = [UNMODIFIED, *(f"ReRoPE(window={size})" for size in sizes)]
-    by_score = {
-        "Baseline": [*methods, "logn+", *(f"{method}-logn+" for method in methods[1:])],
-        "Baseline-logn": methods,
-    }
+    rerope = [f"ReRoPE(window={size})" for size in sizes]
+    without = [UNMODIFIED, *rerope]
+    with_logn = [*without, "logn+", *(f"{method}-logn+" for method in rerope)]
+    by_score = {"Baseline": with_logn, "Baseline-logn": without}
     runs = [
-        setting.run(variant, canonical_methods(by_score[variant], setting))
-        for variant in canonical_scores([*by_score], setting)
+        setting.run(score, setting.canonical_methods(by_score[score]))
+        for score in setting.canonical_scores([*by_score])
     ]
     return setting.sweep(request, "window", runs)
 
 
 def _windows(view: View) -> dict[tuple[str, int], Where]:
     """The rows by form of log-n and window, windows ascending; 0 is without ReRoPE."""
+    forms = {"": PLAIN, "training-time": "logn"}
     rows: dict[tuple[str, int], Where] = {}
     for row in lm.rows_of(view.evaluated):
         spec = ScoreSpec.parse(select(view.evaluated, row.where)["score"][0])
-        form = PLAIN
-        if spec.logn is not None:
-            form = "logn" if spec.logn.when == "training-time" else INFERENCE_TIME
-        window = spec.remapping.window if spec.remapping else None
-        rows[form, window or 0] = row.where
+        form = forms.get(spec.logn.when if spec.logn else "", INFERENCE_TIME)
+        rows[form, (spec.remapping and spec.remapping.window) or 0] = row.where
     return dict(sorted(rows.items(), key=lambda item: (FORMS.index(item[0][0]), item[0][1])))
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, get_args
 import polars as pl
 
 from normattn.lab.evaluation.masked import MARGIN
-from normattn.lab.report.claims import Claim
 from normattn.lab.report.figures import Curves, Figure, Line, Panel
 from normattn.lab.report.tables import Column, Row, Table, format_estimate, text_column
 from normattn.lab.report.view import View, bin_points
@@ -28,10 +27,9 @@ from normattn.lab.stats import Estimate, Metric, sign_test
 from normattn.lab.stats.arrays import Where
 from normattn.lab.stats.measurements import FACTOR
 from normattn.lab.stats.metrics import mean, mean_of_bins, ratio
-from normattn.lab.studies.base import Study
-from normattn.lab.studies.lm_report import ranked
+from normattn.lab.studies.base import Claim, Study
+from normattn.lab.studies.lm_report import TrainingOutcome, ranked, training_outcomes
 from normattn.lab.studies.realformer_runs import ROWS, EncoderRun, resolve
-from normattn.lab.studies.trained import TrainingOutcome, training_outcomes
 from normattn.lab.sweep.collect import collect_measurements
 
 REALFORMER, POSTLN, PRELN = "RealFormer", "PostLN", "PreLN"
@@ -58,11 +56,9 @@ LOGARITHMIC = ("variance", "gradients_start")
 
 def sizes(view: View) -> list[str]:
     """The sizes of the table, smallest first."""
-
-    def parameters(size: str) -> float:
-        return float(max(view.values("sum", {SIZE: size, **TRAINING, "statistic": "parameters"})))
-
-    return sorted(view.values(SIZE, MASKED), key=parameters)
+    counted = {**TRAINING, "statistic": "parameters"}
+    parameters = {size: view.values("sum", {SIZE: size, **counted}) for size in view.values(SIZE)}
+    return sorted(view.values(SIZE, MASKED), key=lambda size: float(max(parameters[size])))
 
 
 def names(view: View, size: str) -> list[str]:
@@ -135,39 +131,33 @@ def _factor_column(name: str, title: str) -> Column:
     return text_column(name.removeprefix(FACTOR), title, lambda view, row: f"{row.where[name]:g}")
 
 
-def _notes(view: View) -> tuple[str, ...]:
-    data = []
-    for row in _rows(view)[:1]:
-        unigram = view.estimate(UNIGRAM, {**row.where, **MASKED})
-        assert unigram is not None
-        data.append(
+def _notes(view: View) -> list[str]:
+    unigrams = [view.estimate(UNIGRAM, {**row.where, **MASKED}) for row in _rows(view)[:1]]
+    return [
+        *(
             f"Each value is over {unigram.units} documents with {unigram.count:,} masked tokens. "
             f"The unigram baseline has a loss of {unigram.value:.3f}."
-        )
-    return (
-        *data,
+            for unigram in filter(None, unigrams)
+        ),
         "RealFormer: PostLN, and every layer adds its scores to those of the layers below. -mean: "
         "the mean instead of the sum. -PreLN: under PreLN. -half: half the steps. -shared: one "
         "block's weights for all layers. -continued and -from-PostLN: the trained PostLN continues "
         "for half the steps, unmodified or as RealFormer. docs/realformer.md defines every row.",
-    )
+    ]
 
 
 def in_short(view: View) -> list[str]:
     """RealFormer's accuracy relative to PostLN and PreLN, for each size."""
     sentences = []
     for size in sizes(view):
-        accuracy = ACCURACY.at({SIZE: size, **MASKED})
-        gaps = {
-            base: view.finite_estimate(accuracy.at(row=REALFORMER) - accuracy.at(row=base))
-            for base in (POSTLN, PRELN)
-        }
-        known = {name: gap for name, gap in gaps.items() if gap}
-        parts = [f"{name} {format_estimate(gap, 2, signed=True)}" for name, gap in known.items()]
-        if parts:
+        accuracy, gaps = ACCURACY.at({SIZE: size, **MASKED}), []
+        for base in (POSTLN, PRELN):
+            gap = view.finite_estimate(accuracy.at(row=REALFORMER) - accuracy.at(row=base))
+            gaps += [] if gap is None else [f"{base} {format_estimate(gap, 2, signed=True)}"]
+        if gaps:
             sentences.append(
                 f"RealFormer's accuracy on masked tokens at size {size}, in points, relative to "
-                f"{', '.join(parts)}."
+                f"{', '.join(gaps)}."
             )
     return sentences
 
@@ -198,10 +188,7 @@ COMPARED: tuple[tuple[str, str, str, str], ...] = (
     ("residual scores are better than residual q and k", HERE, REALFORMER, "ResidualQK"),
     *(
         (f"{name} are better than {other}", HERE, row, other)
-        for row, name in (
-            ("AttnRes", "attention residuals"),
-            ("ValueResidual", "value residuals"),
-        )
+        for row, name in (("AttnRes", "attention residuals"), ("ValueResidual", "value residuals"))
         for other in (POSTLN, PRELN)
     ),
     ("residual values help beside residual q and k", COMMENTS, "ResidualQKV", "ResidualQK"),
@@ -219,9 +206,8 @@ def claims(view: View) -> list[Claim]:
     all_sizes = sizes(view)
     all_claims = [*_comparison_claims(all_sizes), *_stability_claims(grid(view))]
     for size in all_sizes:
-        layers = view.values("layer", {SIZE: size, **DEPTH})
-        if (count := int(max(layers, default=0))) > 1:
-            all_claims += _layer_claims(size, count)
+        layers = int(max(view.values("layer", {SIZE: size, **DEPTH}), default=0))
+        all_claims += _layer_claims(size, layers) if layers > 1 else []
     order = list(dict.fromkeys(claim.sentence for claim in all_claims))
     return sorted(all_claims, key=lambda claim: order.index(claim.sentence))
 
@@ -238,14 +224,14 @@ def _comparison_claims(all_sizes: list[str]) -> Iterator[Claim]:
             measured = f"{size}: {row} − {reference}, accuracy in points"
             gap = accuracy(row, size) - accuracy(reference, size)
             yield claim(sentence, gap, source, measured, margin=margin)
-    small, large = all_sizes[:1], all_sizes[-1:]
     for reference in (POSTLN, PRELN) if len(all_sizes) > 1 else ():
-        gains = [accuracy(r, large[0]) - accuracy(r, small[0]) for r in (REALFORMER, reference)]
+        small, large = all_sizes[0], all_sizes[-1]
+        gains = [accuracy(row, large) - accuracy(row, small) for row in (REALFORMER, reference)]
         yield claim(
             "a larger model pays off with RealFormer more than without",
             gains[0] - gains[1],
             POST,
-            f"{small[0]} → {large[0]}: RealFormer's gain − {reference}'s, accuracy in points",
+            f"{small} → {large}: RealFormer's gain − {reference}'s, accuracy in points",
         )
     for size in all_sizes:
         gains = [
@@ -323,59 +309,41 @@ def _layer_claims(size: str, count: int) -> Iterator[Claim]:
         yield Claim(sentence, metric, source, f"{size}: {measured}", sign)
 
 
-Outcomes = dict[tuple[Any, ...], TrainingOutcome]
-"""The outcomes of a row's settings, by what they vary."""
-
-
 def _stability_claims(settings: Mapping[Setting, TrainingOutcome]) -> Iterator[Claim]:
     """Claims on which settings of the grid fail only with one row, or only without warm-up."""
 
-    def outcomes(row: str, *warmup: bool) -> Outcomes:
-        """A row's outcomes, of settings with warm-up (True) or without (False) where given."""
+    def failed(row: str, *warmup: bool) -> dict[tuple[Any, ...], bool]:
+        """By what a row's settings vary, with warm-up (True) or without (False) where given."""
         return {
-            setting[1 + len(warmup) :]: outcome
+            setting[1 + len(warmup) :]: outcome != "learned"
             for setting, outcome in settings.items()
             if setting.row == row and bool(setting.warmup) in (warmup or (True, False))
         }
 
-    without = ("without warm-up: RealFormer", POSTLN)
-    for sentence, source, sign, names, first, second in (
-        (
-            *("RealFormer stabilises training", PAPER, -1, (REALFORMER, POSTLN)),
-            *(outcomes(REALFORMER), outcomes(POSTLN)),
-        ),
-        (
-            "RealFormer is as easy to train as PreLN (it does not fail in more settings)",
-            *(POST, -1, (REALFORMER, PRELN), outcomes(REALFORMER), outcomes(PRELN)),
-        ),
-        (
-            "PostLN needs warm-up (it fails in more settings without)",
-            *(POST, 1, ("PostLN without warm-up", "with")),
-            *(outcomes(POSTLN, False), outcomes(POSTLN, True)),
-        ),
-        (
-            *("RealFormer needs warm-up less than PostLN", POST, -1, without),
-            *(outcomes(REALFORMER, False), outcomes(POSTLN, False)),
-        ),
+    stable, less = "RealFormer stabilises training", "RealFormer needs warm-up less than PostLN"
+    easy = "RealFormer is as easy to train as PreLN (it does not fail in more settings)"
+    warm = "PostLN needs warm-up (it fails in more settings without)"
+    real, post, pre = map(failed, (REALFORMER, POSTLN, PRELN))
+    cold, cold_post = failed(REALFORMER, False), failed(POSTLN, False)
+    for sentence, source, sign, name, first, other, second in (
+        (stable, PAPER, -1, REALFORMER, real, POSTLN, post),
+        (easy, POST, -1, REALFORMER, real, PRELN, pre),
+        (warm, POST, 1, "PostLN without warm-up", cold_post, "with", failed(POSTLN, True)),
+        (less, POST, -1, "without warm-up: RealFormer", cold, POSTLN, cold_post),
     ):
-        failed = [
-            (first[key] != "learned", second[key] != "learned") for key in first if key in second
-        ]
-        if failed:
-            yield _failure_claim(sentence, source, sign, names, failed)
-
-
-def _failure_claim(
-    sentence: str, source: str, sign: int, names: tuple[str, str], failed: list[tuple[bool, bool]]
-) -> Claim:
-    first, second = (sum(pair[side] for pair in failed) for side in (0, 1))
-    only = failed.count((True, False)), failed.count((False, True))
-    difference = Estimate(float(first - second), p=sign_test(*only), count=len(failed))
-    measured = (
-        f"grid, settings that failed: {names[0]} {first} − {names[1]} {second} of {len(failed)} "
-        f"(only one of them: {only[0]}, {only[1]})"
-    )
-    return Claim(sentence, None, source, measured, sign, test=lambda view: difference, digits=0)
+        pairs = [(first[key], second[key]) for key in first if key in second]
+        counts = [sum(pair[side] for pair in pairs) for side in (0, 1)]
+        only = pairs.count((True, False)), pairs.count((False, True))
+        if pairs:
+            gap = Estimate(float(counts[0] - counts[1]), p=sign_test(*only), count=len(pairs))
+            yield Claim(
+                *(sentence, None, source),
+                f"grid, settings that failed: {name} {counts[0]} − {other} {counts[1]} of "
+                f"{len(pairs)} (only one of them: {only[0]}, {only[1]})",
+                sign,
+                test=partial(lambda gap, view: gap, gap),
+                digits=0,
+            )
 
 
 # Figures

@@ -221,6 +221,19 @@ class EncoderRun(MeasuredRun):
             model, texts, max_tokens, lambda done, total: progress(done, total, "scoring")
         )
         unigram = unigram_loss(data.train, texts, model.config.vocab_size)
+        totals = {"accuracy": scores.correct[:, -1], "loss": scores.loss, "unigram_loss": unigram}
+        documents, tokens = scores.documents, scores.tokens
+        scored = [sums(name, documents, total, tokens) for name, total in totals.items()]
+        measured: dict[str, list[pl.DataFrame]] = {self.protocol: scored}
+        if self.protocol == "masked":
+            facts = {
+                "parameters": planned_parameters(MaskedLM, config.model),
+                "planned_steps": config.steps,
+                "learning_rate": config.optimiser.lr,
+            }
+            exits = by_layer("exit_accuracy", documents, scores.correct, tokens)
+            measured["depth"] = exits + _measure_layers(model, config, texts, self, progress)
+            measured["training"] = [scalar(name, float(facts[name])) for name in facts]
         identity = self.identity(
             self.protocol,
             data=texts.fingerprint,
@@ -229,30 +242,9 @@ class EncoderRun(MeasuredRun):
             train_length=texts.length,
             weights=weights_digest(model),
         )
-        scored = with_identity(
-            identity,
-            [
-                sums("accuracy", scores.documents, scores.correct[:, -1], scores.tokens),
-                sums("loss", scores.documents, scores.loss, scores.tokens),
-                sums("unigram_loss", scores.documents, unigram, scores.tokens),
-            ],
-        )
-        if self.protocol == "grid":
-            return scored
-        depth = by_layer("exit_accuracy", scores.documents, scores.correct, scores.tokens)
-        depth += _measure_layers(model, config, texts, self, progress)
-        facts = {
-            "parameters": planned_parameters(MaskedLM, config.model),
-            "planned_steps": config.steps,
-            "learning_rate": config.optimiser.lr,
-        }
-        training = [scalar(name, float(value)) for name, value in facts.items()]
         return concat(
-            [
-                scored,
-                with_identity(replace(identity, protocol="depth"), depth),
-                with_identity(replace(identity, protocol="training"), training),
-            ]
+            with_identity(replace(identity, protocol=protocol), parts)
+            for protocol, parts in measured.items()
         )
 
 
@@ -324,10 +316,9 @@ def resolve(request: Request) -> Sweep:
     for size, settings in reversed(preset.sizes.items()):
         for name in ROWS if settings.rows is None else settings.rows:
             if name in chosen:
-                start, seeds = ROWS[name].start, request.seeds_or(settings.seeds or preset.seeds)
-                rates = settings.rates
+                start, rates = ROWS[name].start, settings.rates
                 add(
-                    seeds,
+                    request.seeds_or(settings.seeds or preset.seeds),
                     variant=f"{size}-{name}",
                     row=name,
                     size=size,

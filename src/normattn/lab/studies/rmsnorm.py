@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from math import exp
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -30,19 +30,10 @@ from normattn.lab.report.tables import Column, Row, Table, text_column
 from normattn.lab.report.view import View
 from normattn.lab.runs.environment import torch_threads
 from normattn.lab.runs.timing import interleave
-from normattn.lab.stats import (
-    Estimate,
-    Identity,
-    Metric,
-    Sums,
-    concat,
-    estimate_over_seeds,
-    select,
-    sums,
-    with_identity,
-)
+from normattn.lab.stats import Estimate, Identity, Sums, concat, estimate_over_seeds, select, sums
+from normattn.lab.stats.measurements import with_identity
 from normattn.lab.stats.metrics import MACRO_F1, MICRO_F1, mean, median, ratio
-from normattn.lab.studies.base import Study
+from normattn.lab.studies.base import Metric, Study
 from normattn.lab.studies.lm_report import history_figure, ranked
 from normattn.lab.studies.preset import StudyPreset, load_preset
 from normattn.lab.sweep.config import SweepConfig, merged
@@ -51,10 +42,7 @@ from normattn.lab.sweep.run import MeasuredRun, Progress, Request, Run, Stage, S
 from normattn.lab.training.distributed import World, process_group
 from normattn.lab.training.planning import Cost
 from normattn.lab.training.step import TrainStep
-from normattn.lab.training.tasks.classification import (
-    NOMINAL_LENGTH,
-    ClassificationConfig,
-)
+from normattn.lab.training.tasks.classification import NOMINAL_LENGTH, ClassificationConfig
 from normattn.models.flops import stack_flops
 from normattn.settings import Settings
 
@@ -133,10 +121,6 @@ class TimeRun(MeasuredRun):
         """Measure; nothing is trained."""
         return [self.measurement_stage(paths.run, self.training_config)]
 
-    def _configs(self, first: ClassificationConfig) -> dict[str, ClassificationConfig]:
-        models = {norm: first.model.model_copy(update={"norm": NORMS[norm]}) for norm in self.norms}
-        return {norm: first.model_copy(update={"model": m}) for norm, m in models.items()}
-
     def cost(self, config: ClassificationConfig) -> Cost:
         """The cost of the steps, each token counted as three scored ones."""
         costs = [timed_config.cost() for timed_config in self._configs(config).values()]
@@ -150,11 +134,10 @@ class TimeRun(MeasuredRun):
         self, folder: Path, config: ClassificationConfig, data: RelationData, progress: Progress
     ) -> pl.DataFrame:
         """Time the steps of all norms in turn."""
-        rounds = self.timing.rounds
+        rounds, configs = self.timing.rounds, self._configs(config)
         with process_group(config.device) as process, torch_threads(config.threads):
-            steps = {norm: _stepper(c, data, process) for norm, c in self._configs(config).items()}
             timings = interleave(
-                steps,
+                {norm: _stepper(configs[norm], data, process) for norm in configs},
                 rounds,
                 warm=WARM_UP,
                 device=process.device.type,
@@ -169,12 +152,15 @@ class TimeRun(MeasuredRun):
             for norm, timing in timings.items()
         )
 
+    def _configs(self, first: ClassificationConfig) -> dict[str, ClassificationConfig]:
+        models = {norm: first.model.model_copy(update={"norm": NORMS[norm]}) for norm in self.norms}
+        return {norm: first.model_copy(update={"model": m}) for norm, m in models.items()}
+
 
 def timed(identity: Identity, rounds: Sequence[float]) -> pl.DataFrame:
     """The seconds of a step in every round, as measurements."""
     units = [f"round {number:04}" for number in range(len(rounds))]
-    seconds = np.asarray(rounds)
-    return with_identity(identity, [sums("step_time", units, seconds, np.ones(len(seconds)))])
+    return with_identity(identity, [sums("step_time", units, rounds, np.ones(len(rounds)))])
 
 
 def _stepper(
@@ -196,26 +182,19 @@ def resolve(request: Request) -> Sweep:
     for norm in norms:
         if norm not in NORMS:
             raise unknown_name("norm", norm, NORMS)
-    seeds, training = request.seeds_or(preset.seeds), _shared_training(preset)
+    subject, timing = f"preset {preset.name}, training.data", preset.timing
+    data = RelationConfig.parse(preset.training.get("data", {}), subject)
+    labels = data.modules if data.corpus == PYTHON_IMPORTS else len(prepare_relations(data).labels)
+    training = preset.whole_training(ClassificationConfig, {"model.labels": labels})
     by_norm = {norm: merged(training, {"model.norm": NORMS[norm]}) for norm in norms}
-    runs: list[Run] = [
-        NormRun(variant=norm, seed=seed, training=by_norm[norm]) for seed in seeds for norm in norms
-    ]
+    seeds, runs = request.seeds_or(preset.seeds), list[Run]()
+    for seed, norm in product(seeds, norms):
+        runs.append(NormRun(variant=norm, seed=seed, training=by_norm[norm]))
     if len(norms) > 1:
         first = by_norm[norms[0]]
-        runs.append(
-            TimeRun(variant=TIMED, seed=0, training=first, norms=norms, timing=preset.timing)
-        )
-    config = SweepConfig.of(preset.name, training=training, timing=preset.timing)
+        runs.append(TimeRun(variant=TIMED, training=first, norms=norms, timing=timing))
+    config = SweepConfig.of(preset.name, training=training, timing=timing)
     return Sweep.of(request, "rmsnorm", config, runs, describe=_describe)
-
-
-def _shared_training(preset: RMSNormPreset) -> dict[str, Any]:
-    """The training settings of both norms, with the data's number of labels."""
-    subject = f"preset {preset.name}, training.data"
-    data = RelationConfig.parse(preset.training.get("data", {}), subject)
-    count = data.modules if data.corpus == PYTHON_IMPORTS else len(prepare_relations(data).labels)
-    return preset.whole_training(ClassificationConfig, {"model.labels": count})
 
 
 def _describe(run: Run, data: RelationData) -> list[str]:
@@ -245,11 +224,6 @@ LOSS = Metric("loss", "loss, mnats", ratio(1000.0), "mnats", 2)
 # A median needs the single rounds, so each is a bin.
 STEP = Metric("step_time", "step, ms", median(1000.0), "ms", 1).between(Sums.by_unit)
 TESTS, TRAININGS, STEPS = ({"protocol": name} for name in (CLASSIFIED, "training", STEP_TIME))
-
-
-def norms(view: View) -> list[str]:
-    """The norms that were trained, LayerNorm first."""
-    return ranked(view.values("row"), (LAYER, RMS))
 
 
 COLUMNS = (
@@ -287,17 +261,21 @@ def _notes(view: View) -> Sequence[str]:
 
 def claims(view: View) -> Iterator[Claim]:
     """Claims on F1, test loss, step time, and the loss early in training."""
-    for metric, name in ((MICRO_F1, "micro F1"), (MACRO_F1, "macro F1")):
+    changes = {
+        metric.title: metric.at(TESTS, variant=RMS) - metric.at(TESTS, variant=LAYER)
+        for metric in (MICRO_F1, MACRO_F1, LOSS)
+    }
+    for metric in (MICRO_F1, MACRO_F1):
         yield Claim(
             f"RMSNorm costs a little F1 ({LOST:.2f} points)",
-            _change(metric),
-            *(SOURCE, f"{RMS} − {LAYER}, {name} in points"),
+            changes[metric.title],
+            *(SOURCE, f"{RMS} − {LAYER}, {metric.title} in points"),
             sign=-1,
             matters=LOST,
         )
     yield Claim(
         "RMSNorm costs a little, whatever the threshold: its test loss is higher",
-        _change(LOSS),
+        changes[LOSS.title],
         *("asked here", f"{RMS} − {LAYER}, test loss in thousandths of a nat"),
     )
     yield Claim(
@@ -321,23 +299,22 @@ def claims(view: View) -> Iterator[Claim]:
     )
 
 
-def _change(metric: Metric) -> Metric:
-    """RMSNorm − LayerNorm on the test set, paired over documents and seeds."""
-    return metric.at(TESTS, variant=RMS) - metric.at(TESTS, variant=LAYER)
-
-
 def step_change(view: View) -> Estimate | None:
     """The change of the median step time with RMSNorm, in %, paired over rounds.
 
     The interval comes from the logarithm of the ratio. There are no seeds, as only rounds vary.
     """
+
+    def percent(log_ratio: float) -> float:
+        return round(100 * (exp(log_ratio) - 1), 7) + 0.0
+
     log_median = Metric("step_time", value=lambda *sums: np.log(median()(*sums)))
     log_time = log_median.between(Sums.by_unit).at(STEPS)
     value = view.finite_estimate(log_time.at(row=RMS) - log_time.at(row=LAYER))
     if value is None:
         return None
-    low, high = (None if end is None else _percent(end) for end in (value.low, value.high))
-    return Estimate(_percent(value.value), low, high, value.p, value.units)
+    low, high = (None if end is None else percent(end) for end in (value.low, value.high))
+    return Estimate(percent(value.value), low, high, value.p, value.units)
 
 
 def early_difference(view: View) -> Estimate | None:
@@ -359,13 +336,6 @@ def early_difference(view: View) -> Estimate | None:
     return change if len(changes) >= SEEDS else replace(change, p=None)
 
 
-def _percent(log_ratio: float) -> float:
-    return round(100 * (exp(log_ratio) - 1), 7) + 0.0
-
-
-# Study
-
-
 STUDY = Study(
     "rmsnorm",
     "What does RMSNorm save against LayerNorm, and what does it cost?",
@@ -380,7 +350,9 @@ STUDY = Study(
         Table(
             "table",
             "",
-            lambda view: [Row(norm, {"row": norm}) for norm in norms(view)],
+            lambda view: [
+                Row(norm, {"row": norm}) for norm in ranked(view.values("row"), tuple(NORMS))
+            ],
             COLUMNS,
             intro="A classifier of relations, several labels to a document.",
             notes=_notes,
