@@ -27,11 +27,11 @@ Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
 READINGS = ("", "-NTK", "-YaRN", "-ReRoPE")
-KEYNORM = ("Baseline", "KNA", "Baseline-SlidingWindow", "Baseline-StreamingLLM")
+COMPARED = ("Baseline", "KNA")
 EIGHT = tuple(
     f"{name}{logn}" for name in ("Baseline", "QNA", "KNA", "CosA") for logn in ("", "-logn")
 )
-CONTROLS = (*KEYNORM[2:], "KNA-NoPE", "Baseline-ALiBi", "Baseline-HWFA")
+CONTROLS = ("Baseline-SlidingWindow", "Baseline-StreamingLLM", "KNA-NoPE", "Baseline-ALiBi")
 NEWER = (
     *("Baseline", "KNA", "NGPT", "Baseline-HoPE", "Baseline-VORoPE"),
     *("Baseline-ScaleInvariant", "Baseline-T5Bias"),
@@ -365,23 +365,23 @@ TABLES: dict[str, Callable[[], str]] = {
     "verdicts": verdicts,
     "together": together,
     "copying": copying,
-    "base": partial(changes, BASE, (*EIGHT, *KEYNORM[2:])),
+    "base": partial(changes, BASE, (*EIGHT, *CONTROLS)),
     "post-held-out": partial(beside_the_post, "non_repeated"),
     "post-repeated": partial(beside_the_post, "repeated"),
     "post-order": order_of_the_post,
     "newer": partial(changes, BASE, NEWER),
-    "gau": partial(changes, GATED_UNIT, (*EIGHT, *CONTROLS)),
+    "gau": partial(changes, GATED_UNIT, (*EIGHT, *CONTROLS, "Baseline-HWFA")),
     "block": partial(table, "factors-workstation", CHANGE, BLOCKS, "architecture"),
     "bridge": partial(table, "bridge", ARM, BRIDGE, "unit"),
     "bridge-inside": inside,
-    "mechanism": partial(table, "mechanism-base", CLAMPED, KEYNORM[:2], source="clamped"),
+    "mechanism": partial(table, "mechanism-base", CLAMPED, COMPARED, source="clamped"),
     "logn": partial(
         table,
         "keynorm-workstation",
         {"unmodified": interval("change", sign=True)},
         [f"{name}{logn}" for name in ("Baseline", "KNA", "CosA") for logn in ("", "-logn")],
     ),
-    "cosines": partial(table, "mechanism-base", OUTSIDE, KEYNORM[:2], source="distances"),
+    "cosines": partial(table, "mechanism-base", OUTSIDE, COMPARED, source="distances"),
     "multi30k": partial(table, "qknorm-multi30k", BLEU, head="score"),
     "translation": partial(table, "qknorm-laptop", BLEU, head="score"),
     "sweep": sweep,
