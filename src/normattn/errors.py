@@ -38,10 +38,9 @@ def _shorten(text: str, ends: int) -> str:
 
 
 class DivergedError(NormattnError):
-    """A loss became NaN or infinite.
+    """A loss became NaN or infinite at optimiser step `step`.
 
-    `step` is the optimiser step, `where` the module whose output was first not finite, and
-    `checkpoint` the last good checkpoint (None when there is none yet).
+    `where` is the module whose output was first not finite, `checkpoint` the last good one, if any.
     """
 
     def __init__(self, step: int, where: str, checkpoint: str | None) -> None:

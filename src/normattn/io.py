@@ -116,11 +116,7 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, where: str) -> Any:
-    """Parse JSON; `where` names its source in messages.
-
-    Raises `InputError` for invalid JSON, NaN, infinities, over 200 levels and integers of more than
-    256 bits.
-    """
+    """Parse JSON of `where`; `InputError` also for NaN, infinities and integers beyond 256 bits."""
     from pydantic_core import from_json
 
     try:
@@ -200,7 +196,6 @@ def os_error_in(error: BaseException) -> OSError | None:
     """Return the `OSError` that caused an exception, or None.
 
     Rust libraries (safetensors, tokenizers) raise other types, whose text ends in "(os error 28)".
-    Others chain the `OSError` as the cause.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -216,8 +211,7 @@ def os_error_in(error: BaseException) -> OSError | None:
 def write_with(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
     """Write a file atomically: `write` fills a temporary file, which is flushed and renamed.
 
-    Raises `InputError` if the disk is full or the path is not writable, and with `new` also if the
-    file exists. The old file is then unchanged.
+    Raises `InputError`, and keeps the old file, if that fails; with `new` also if the file exists.
     """
     if new and os.path.lexists(path):
         raise InputError(f"{path} exists already: choose a new file")

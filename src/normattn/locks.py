@@ -1,7 +1,7 @@
 """Locks between processes. The operating system releases them when the holder ends or is killed.
 
-Lock files are never deleted: otherwise two processes could lock two files of the same name. They
-contain the process id and host of the last holder, and its parent if it is a worker.
+Lock files hold the holder's process id, host and, of a worker, parent. They are never deleted:
+otherwise two processes could lock two files of the same name.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ class InUseError(InputError):
 def locked(file: Path, seconds: float = FOREVER) -> Iterator[None]:
     """Hold the lock `file` inside; create it and its folder if needed.
 
-    Waits for another holder for up to `seconds`, and for at least one second. If the holder or its
-    parent was killed, the wait is at least a minute, with a message on stderr. Raises `InUseError`
-    if the lock is still held then, and `InputError` if it cannot be created or the file system has
-    no locks (a marker file would outlive a killed holder).
+    Waits for another holder for up to `seconds`, at least one second, and a minute if it or its
+    parent was killed. Raises `InUseError` if it is still held then, and `InputError` if it cannot
+    be created or the file system has no locks (a marker file would outlive a killed holder).
     """
     lock = FileLock(file, mode=0o644, fallback_to_soft=False)
     with explain_os_errors(file):

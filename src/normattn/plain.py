@@ -1,8 +1,7 @@
 """When to use torch's own operations instead of our autograd functions with hand-written backwards.
 
-- A compiler fuses plain operations better than hand-written ones.
-- torch.func (vmap, grad, jvp) and forward-mode derivatives do not support our autograd functions.
-- `backend="reference"` promises every derivative.
+A compiler fuses them better, and torch.func (vmap, grad, jvp) and forward-mode derivatives support
+nothing else. `backend="reference"` promises every derivative.
 """
 
 from __future__ import annotations

@@ -28,7 +28,15 @@ class Settings(BaseModel):
         cls: type[Model], values: Mapping[str, Any], source: str = "the configuration"
     ) -> Model:
         """Validate `values`; `InputError` names the source, the field and the nearest valid one."""
-        _refuse_unknown(values, cls, source)
+        known = list(dict.fromkeys(_model_fields(cls)))
+        for name in _value_fields(values, known):
+            if name not in known:
+                group, _, last = name.rpartition(".")
+                siblings = [field for field in known if field.rpartition(".")[0] == group]
+                elsewhere = [field for field in known if field.rpartition(".")[2] == last]
+                near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6) or elsewhere[:1]
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}"
+                raise InputError(f"{source}: unknown field {name}; {hint}")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -110,19 +118,6 @@ def _to_toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _refuse_unknown(values: Mapping[str, Any], model: type[BaseModel], source: str) -> None:
-    known = list(dict.fromkeys(_model_fields(model)))
-    for name in _value_fields(values, known):
-        if name in known:
-            continue
-        group, _, last = name.rpartition(".")
-        siblings = [field for field in known if field.rpartition(".")[0] == group]
-        elsewhere = [field for field in known if field.rpartition(".")[2] == last]
-        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6) or elsewhere[:1]
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(siblings)}"
-        raise InputError(f"{source}: unknown field {name}; {hint}")
-
-
 def _model_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted field of a model, also inside unions of models."""
     for name, field in model.model_fields.items():
@@ -162,8 +157,5 @@ def differences(
                 yield from differences(*pair, ignored, name)
     # In Python, True == 1; in a configuration they differ.
     elif stored != wanted or (type(stored) is bool) != (type(wanted) is bool):
-        yield prefix, _shown(stored), _shown(wanted)
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else repr(value)
+        old, new = ("absent" if value is _ABSENT else repr(value) for value in (stored, wanted))
+        yield prefix, old, new

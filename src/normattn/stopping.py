@@ -1,7 +1,4 @@
-"""Handle SIGINT and SIGTERM in all commands: one message on stderr, exit status 130.
-
-Imported before everything else, so it imports little.
-"""
+"""Handle SIGINT and SIGTERM in all commands. Imported before all else, so it imports little."""
 
 from __future__ import annotations
 
@@ -77,10 +74,9 @@ def watched_parent() -> int | None:
 class StopRequest:
     """A context that records signals, so that work can save its state and stop.
 
-    `by` is the name of the first signal, `count` their number. With `insist` a second signal acts
-    as outside of this context. A SIGTERM soon after the first signal counts as the same: a
-    scheduler signals all processes of a tree, and parents also forward it to their children.
-    Outside the main thread, where Python allows no handlers, nothing is recorded.
+    `by` is the name of the first signal, `count` their number. With `insist` a second one acts as
+    outside. A SIGTERM soon after the first signal counts as the same: a scheduler signals all
+    processes of a tree. Outside the main thread, where Python allows no handlers, none is recorded.
     """
 
     def __init__(self, insist: bool = True) -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from golden import record
+from normattn.io import read_object
 from normattn.lab.studies import find
 from normattn.lab.studies.language import TextRun, evaluation_sets
 from normattn.lab.studies.realformer_runs import EncoderRun, held_out
-from normattn.lab.sweep.runner import read_run, study_named
+from normattn.lab.sweep.runner import read_run
 from normattn.score import ScoreSpec
 from normattn.score.parts.base import parts
 from thorough import few
@@ -103,7 +104,7 @@ def assert_close(losses: list[float], recorded: list[float]) -> None:
 def read_by(preset: str, folder: Path) -> list[str]:
     """The digests of what the training's model is measured on."""
     cells = record.out_of(preset, folder).glob("jobs/*/seed0/cell.json")
-    runs = (read_run(path, find(study_named(path))) for path in cells)
+    runs = (read_run(path, find(read_object(path)["study"])) for path in cells)
     (run,) = (run for run in runs if run.training["steps"] == 100)
     config = run.training_config
     data = config.prepare()

@@ -72,8 +72,9 @@ def layers(measured: pl.DataFrame) -> list[str]:
 def read(run: Path) -> tuple[Any, Any]:
     """The model, and what is read of its data."""
     stored, model = RunDirectory.existing(run), load_any(run / "model")
-    settings, inputs_of = KINDS[stored.kind]
-    return model, inputs_of(settings.parse(stored.config), Inspect(run=run, windows=3), model)
+    settings, inputs_of, _ = KINDS[stored.kind]
+    config = settings.parse(stored.config)
+    return model, inputs_of(config, Inspect(run=run, windows=3), model, config.prepare())
 
 
 def assert_entropies(measured: pl.DataFrame, weights: list[dict[str, torch.Tensor]]) -> None:

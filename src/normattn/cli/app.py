@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[type[Any], str]] = {
     "train": (options.Train, "train:train_or_plan"),
     "evaluate": (options.Evaluate, "evaluate:evaluate_run"),
     "extend": (model_options.Extend, "extend:extend_model"),
-    "verify": (model_options.Verify, "score:verify_engine"),
-    "score": (model_options.Score, "score:name_scores"),
+    "verify": (model_options.Verify, "engines:verify_engine"),
+    "score": (model_options.Score, "engines:name_scores"),
     "generate": (options.Generate, "generate:generate_text"),
     "export": (options.Export, "export:export_run"),
     "inspect": (options.Inspect, "inspect:inspect_model"),
@@ -80,25 +80,24 @@ def _root(
 
 def _add_command(name: str, options_class: type[Any], target: str) -> None:
     """Add a command whose module is imported when it is called, so that `--help` is fast."""
-    module_name, _, function_name = target.partition(":")
 
-    def run(options: Any) -> int | None:
+    def run(options: Any) -> Any:
+        module_name, _, function_name = target.partition(":")
         module = importlib.import_module(f"normattn.cli.{module_name}")
-        code: int | None = getattr(module, function_name)(options)
-        return code
+        return getattr(module, function_name)(options)
 
     # lm-eval passes its arguments to the harness, which checks them.
     passes_on = options_class is model_options.LmEval
     app.command(
         name,
-        epilog=options_class.epilog,
+        epilog=f"\n**Examples**\n{options_class.examples}",
         cls=TyperCommand if passes_on else CheckedCommand,
         context_settings={"ignore_unknown_options": True} if passes_on else None,
     )(make_command(options_class, run))
 
 
-for _name, (_options_class, _target) in COMMANDS.items():
-    _add_command(_name, _options_class, _target)
+for _name, _entry in COMMANDS.items():
+    _add_command(_name, *_entry)
 app.add_typer(reproduce.app, name="reproduce")
 
 
@@ -138,13 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         code = error_code
     finally:
-        _discard_unwritten_output()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Discard what stdout refuses: Python would retry at exit and print an error.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
-
-
-def _discard_unwritten_output() -> None:
-    """Discard output that stdout refuses; Python would retry at exit and print an error."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

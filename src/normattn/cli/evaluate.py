@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import get_args
 
 import polars as pl
@@ -39,28 +38,12 @@ PAGE = "report"
 
 
 def evaluate_run(args: options.Evaluate) -> None:
-    """Evaluate the run in the directory `args.run`, and report all its measurements.
-
-    "all" among the methods means the unmodified model and every registered method that its score
-    supports; a sentence is printed for each that it does not. Raises `InputError` for a directory
-    without a finished run, an unknown protocol or method, multiples that do not rise, and lengths
-    too short for a protocol.
-    """
+    """Evaluate the run in the directory `args.run`, and report all its measurements."""
     run = args.run
     stored = RunDirectory.existing(run, TrainingConfig.kind)
     config = TrainingConfig.parse(stored.config, str(run / "config.json"))
     train_length = config.model.train_length
-    fields = {
-        "protocols": [_protocol(name) for name in args.protocols or PROTOCOLS],
-        "multiples": args.multiples or EvaluationSettings().multiples,
-        "max_windows": args.max_windows,
-        "max_tokens": args.max_tokens,
-        "seed": args.seed,
-    }
-    settings = EvaluationSettings.parse(fields, "evaluation settings")
-    longer = {"non_repeated", "repeated"}.intersection(settings.protocols if args.protocols else ())
-    if longer and settings.multiples == (1,):
-        raise InputError("--protocols non-repeated and repeated need one of --multiples above 1")
+    settings = _read_settings(args)
     score = config.model.score.resolve(train_length=train_length)
     methods = list(args.methods)
     if ALL in methods:
@@ -91,14 +74,32 @@ def evaluate_run(args: options.Evaluate) -> None:
             store=store,
         )
     _print_numbers(measured)
-    _report(run)
+    try:
+        written = find("reading").report(measured_of_runs([(None, run)]), run / PAGE, {})
+    except InputError as error:
+        print_line(f"There is no page of all records: {error}.")
+    else:
+        print_report(run / PAGE, written)
 
 
-def _protocol(name: str) -> str:
-    plain, protocols = name.replace("-", "_"), get_args(Protocol)
-    if plain not in protocols:
-        raise unknown_name("protocol", name, (protocol.replace("_", "-") for protocol in protocols))
-    return plain
+def _read_settings(args: options.Evaluate) -> EvaluationSettings:
+    known = [protocol.replace("_", "-") for protocol in get_args(Protocol)]
+    asked = [name.replace("_", "-") for name in args.protocols or PROTOCOLS]
+    for name in asked:
+        if name not in known:
+            raise unknown_name("protocol", name, known)
+    fields = {
+        "protocols": [name.replace("-", "_") for name in asked],
+        "multiples": args.multiples or EvaluationSettings().multiples,
+        "max_windows": args.max_windows,
+        "max_tokens": args.max_tokens,
+        "seed": args.seed,
+    }
+    settings = EvaluationSettings.parse(fields, "evaluation settings")
+    longer = args.protocols and {"non_repeated", "repeated"}.intersection(settings.protocols)
+    if longer and settings.multiples == (1,):
+        raise InputError("--protocols non-repeated and repeated need one of --multiples above 1")
+    return settings
 
 
 def _print_numbers(measured: pl.DataFrame) -> None:
@@ -108,31 +109,14 @@ def _print_numbers(measured: pl.DataFrame) -> None:
     values = named.group_by(*keys, "statistic", maintain_order=True).agg(
         (pl.col("sum").sum() / pl.col("of").sum()).alias("value")
     )
-    table = Table(
-        Column("score", no_wrap=True),
-        Column("protocol", overflow="fold"),
-        "length",
-        "accuracy, %",
-        "loss, nats",
-    )
+    columns = (Column("score", no_wrap=True), Column("protocol", overflow="fold"))
+    table = Table(*columns, "length", "accuracy, %", "loss, nats")
     for (row, method, protocol, length), lines in values.group_by(*keys, maintain_order=True):
         statistics = dict(lines.select("statistic", "value").iter_rows())
         accuracy, loss = statistics.get("accuracy"), statistics.get("loss")
         table.add_row(
-            f"{row}-{method}" if method else str(row),
-            f"{protocol}",
-            f"{length:,}",
+            *(f"{row}-{method}" if method else str(row), str(protocol), f"{length:,}"),
             "" if accuracy is None else f"{100 * accuracy:.2f}",
             "" if loss is None else f"{loss:.4f}",
         )
     Console(highlight=False).print(table)
-
-
-def _report(run: Path) -> None:
-    """Write the page of all measurements of the run and print a summary, if they are comparable."""
-    try:
-        written = find("reading").report(measured_of_runs([(None, run)]), run / PAGE, {})
-    except InputError as error:
-        print_line(f"There is no page of all records: {error}.")
-    else:
-        print_report(run / PAGE, written)

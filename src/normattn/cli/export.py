@@ -28,11 +28,7 @@ from normattn.lab.sweep.run import EVALUATIONS
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.config import LoopConfig
 from normattn.lab.training.tasks.base import MODEL
-from normattn.lab.training.tasks.classification import (
-    LABELS,
-    VOCABULARY,
-    ClassificationConfig,
-)
+from normattn.lab.training.tasks.classification import LABELS, VOCABULARY, ClassificationConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.models.flops import parameter_count
 from normattn.models.pretrained import load_any
@@ -43,8 +39,7 @@ _RUN_KINDS: dict[str, tuple[type[LoopConfig], str, str]] = {
     TrainingConfig.kind: (TrainingConfig, "text-generation", "AutoModelForCausalLM"),
     MaskedConfig.kind: (MaskedConfig, "fill-mask", "AutoModelForMaskedLM"),
     ClassificationConfig.kind: (
-        *(ClassificationConfig, "text-classification"),
-        "AutoModelForSequenceClassification",
+        *(ClassificationConfig, "text-classification", "AutoModelForSequenceClassification"),
     ),
 }
 """The settings class, transformers' task and Auto class of each kind of run."""
@@ -83,12 +78,7 @@ model = {auto}.from_pretrained("{name}")
 
 
 def export_run(args: options.Export) -> None:
-    """Write the model of the finished run in `args.run`, with its tokeniser and model card.
-
-    Tables of its evaluations go to OUT/evaluation. The same run gives the same files. Raises
-    `InputError` for a directory without a run, a run that is unfinished or of a kind without a
-    class in transformers, and an `out` that is not empty.
-    """
+    """Write the model of the finished run in `args.run`, with its tokeniser and model card."""
     run, out = args.run, args.out
     if importlib.util.find_spec("transformers") is None:
         raise InputError("exporting a run needs transformers: pip install normattn[hf]")
@@ -103,8 +93,7 @@ def export_run(args: options.Export) -> None:
         raise InputError(f"{out} is a file; the export is written to a directory")
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; choose a new or empty directory for the export")
-    kind, task, auto = _RUN_KINDS[stored.kind]
-    config: Any = kind.parse(stored.config, str(run / "config.json"))
+    config: Any = _RUN_KINDS[stored.kind][0].parse(stored.config, str(run / "config.json"))
     model = load_any(run / MODEL, config.model).eval()
     losses = View(history(run, training_identity(config.model.score.variant_name, config.seed)))
 
@@ -113,57 +102,53 @@ def export_run(args: options.Export) -> None:
 
         tokeniser = _write_model(model, config, run, folder)
         write_bytes(folder / "figures" / "training_loss.png", charts.png(history_figure(losses)))
-        name = out.resolve().name
-        loaded = f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokeniser else ""
-        card = _CARD.format(
-            **_card_fields(run, config),
-            data=ModelCardData(
-                license=args.licence,
-                library_name="transformers",
-                pipeline_tag=task,
-                tags=["normattn"],
-            ).to_yaml(),
-            name=name,
-            kind=type(model).__name__,
-            parameters=parameter_count(model),
-            imports=f"{auto}, AutoTokenizer" if tokeniser else auto,
-            auto=auto,
-            tokeniser=loaded,
-            version=__version__,
-            evaluation=_write_evaluation(run, config, folder),
-            licence=f"{args.licence}, as stated by whoever exported the model."
-            if args.licence
-            else "Not stated.",
-        )
+        evaluation = _write_evaluation(run, config, folder)
+        card = _model_card(args, config, model, tokeniser, evaluation)
         (folder / "README.md").write_text(card, encoding="utf-8")
-
-    from huggingface_hub import ModelCardData  # It comes with transformers.
 
     io.write_directory(out, fill)
     print_line(f"model, tokeniser and card: {out}")
+    auto = _RUN_KINDS[stored.kind][2]
     print_line(f"load it: import normattn.hf; transformers.{auto}.from_pretrained({str(out)!r})")
 
 
-def _card_fields(run: Path, config: Any) -> dict[str, Any]:
+def _model_card(
+    args: options.Export, config: Any, model: nn.Module, tokeniser: bool, evaluation: str
+) -> str:
+    from huggingface_hub import ModelCardData  # It comes with transformers.
+
+    _, task, auto = _RUN_KINDS[config.kind]
     corpus, fields = str(config.data.corpus), config.model_dump(mode="json")
     rows = [(name, fields["model"].get(name)) for name in _MODEL_FIELDS]
     rows += [(name, fields.get(name)) for name in _TRAINING_FIELDS]
     for group in ("optimiser", "schedule"):
         rows.append((group, ", ".join(f"{k} {v}" for k, v in fields[group].items() if v)))
     known = [(name, str(value)) for name, value in rows if value is not None]
-    final, lines = "", read_metrics(run / "metrics.jsonl")
+    final, lines, name = "", read_metrics(args.run / "metrics.jsonl"), args.out.resolve().name
     if lines:
         last = lines[-1]
         final = f"Loss {last['loss']:.4f} at step {last['step']:,}, on its own batch. "
-    return {
-        "score": config.model.score.name,
-        "length": config.model.train_length,
+    licence = f"{args.licence}, as stated by whoever exported the model."
+    facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
+    return _CARD.format(
+        data=ModelCardData(license=args.licence, tags=["normattn"], **facts).to_yaml(),
+        name=name,
+        kind=type(model).__name__,
+        score=config.model.score.name,
+        parameters=parameter_count(model),
+        length=config.model.train_length,
         # Without the path of its folder.
-        "corpus": Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
-        "settings": markdown_table(("setting", "value"), known),
-        "steps": config.steps,
-        "final": final,
-    }
+        corpus=Path(corpus).name if "/" in corpus and ":" not in corpus else corpus,
+        imports=f"{auto}, AutoTokenizer" if tokeniser else auto,
+        auto=auto,
+        tokeniser=f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n' if tokeniser else "",
+        settings=markdown_table(("setting", "value"), known),
+        steps=config.steps,
+        final=final,
+        version=__version__,
+        evaluation=evaluation,
+        licence=licence if args.licence else "Not stated.",
+    )
 
 
 def _write_model(model: nn.Module, config: Any, run: Path, folder: Path) -> bool:

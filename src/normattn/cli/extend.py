@@ -14,12 +14,13 @@ import torch
 from rich.progress import TimeRemainingColumn
 
 from normattn.cli import model_options
-from normattn.cli.emit import emit_method
+from normattn.cli.engines import emit_method
 from normattn.cli.extend_reading import DEFAULT_TEXT, Cell, Evaluator, Texts, prepare_texts
 from normattn.cli.extend_settings import (
     ExtensionSettings,
     choose_values,
     expand_methods,
+    open_parameters,
     refuse_unused,
 )
 from normattn.cli.failures import memory_error_in
@@ -37,7 +38,6 @@ from normattn.lab.training.distributed import choose_device
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import Console, show
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES_SECONDS = 10.0
 """Seconds between two lines of progress where stderr is not a terminal."""
 _QUADRATIC_FROM = 16_384
@@ -49,8 +49,7 @@ _MAX_SLOWDOWN = 4
 def extend_model(args: model_options.Extend) -> None:
     """Evaluate what `args.out` does not hold yet, write the report, and save the model on request.
 
-    Raises `InputError` for invalid input before any evaluation, and at the end if no method is
-    worth saving. Raises `NormattnError` at the end if a method failed; other measurements are kept.
+    Raises `NormattnError` at the end if a method failed; other measurements are kept.
     """
     if args.emit is not None:
         emit_method(args, args.emit.lower())
@@ -60,17 +59,31 @@ def extend_model(args: model_options.Extend) -> None:
     if args.save is not None and args.save.exists():
         raise InputError(f"--save {args.save} exists already: choose a new folder")
     with Console(stderr=True).status(f"loading {args.model}"):
-        model, tokeniser = load(args.model, args.gguf, _DTYPES[args.dtype])
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        model, tokeniser = load(args.model, args.gguf, dtype)
     model = model.to(choose_device(args.device))
     settings, texts, notes = _resolve(args, model, tokeniser)
     methods, skipped = _supported(model, methods, settings, model_options.ALL in args.methods)
     evaluator = Evaluator(model, tokeniser, token_scorer(model), texts, settings)
-    plan = _plan_cells(evaluator, methods, args.passkey)
+    if args.passkey:
+        evaluator.passkey_window(settings.passes[0], 0)  # raises an error for too short a length
+    plan = [
+        Cell(kind, method, length, window)
+        for kind in (("text", "key") if args.passkey else ("text",))  # keys take as long again
+        for method in methods
+        for length in settings.passes
+        for window in range(settings.windows)
+    ]
     out = args.out or Path("runs") / f"extend-{settings.name}"
     run = RunDirectory.open(out, settings, KIND)
     with run.lock():
         failed = _evaluate_all(run, evaluator, plan, (*notes, *skipped))
-        recommended = _report(out, settings)
+        recommended, measured = None, STUDY.measurements(out)
+        if measured.height:
+            print_report(out, STUDY.report(measured, out, settings.model_dump()))
+            recommended = advise(View(measured)).method
+        else:
+            show("No length was evaluated in all its windows: nothing can be recommended.")
         if args.save is not None:
             only = methods[1] if len(methods) == 2 else None
             _save(args.save, only or recommended, model, tokeniser, settings)
@@ -82,7 +95,7 @@ def _resolve(
     args: model_options.Extend, model: Any, tokeniser: Any
 ) -> tuple[ExtensionSettings, Texts, tuple[str, ...]]:
     """The settings with every value, the windows, and notes on what the text is too short for."""
-    train_length, lengths, *_ = choose_values(args, model)
+    train_length, lengths, _, _ = choose_values(args, model)
     text = tuple(args.text or DEFAULT_TEXT)
     passes = sorted({*lengths, train_length})
     texts, fitting, notes = prepare_texts(tokeniser, text, passes, args.windows, args.seed)
@@ -91,14 +104,18 @@ def _resolve(
             f"the text ({', '.join(text)}) has no room for {length:,} tokens: give more with --text"
         )
     lengths = tuple(length for length in lengths if length in fitting)
+    _, _, factor, window = choose_values(args, model, lengths)
     settings = ExtensionSettings(
-        **choose_values(args, model, lengths)._asdict(),
         model=args.model,
         gguf=args.gguf,
         text=text,
         tokens=texts.digest,
-        windows=len(texts),
+        lengths=lengths,
+        windows=len(texts.ids),
         segment=max(1, min(lengths[0], train_length) // 8),
+        train_length=train_length,
+        factor=factor,
+        window=window,
         dtype=args.dtype,
         seed=args.seed,
         weights=weights_digest(model),
@@ -109,7 +126,7 @@ def _resolve(
 def _extended(model: Any, method: str, settings: ExtensionSettings) -> AbstractContextManager[Any]:
     if method == UNMODIFIED:
         return nullcontext()
-    parameters = settings.parameters(method)
+    parameters = {name: getattr(settings, name) for name in sorted(open_parameters(method))}
     return extend(model, method, train_length=settings.train_length, **parameters)
 
 
@@ -129,20 +146,6 @@ def _supported(
     if len(supported) < 2 and notes:
         raise InputError(notes[0])
     return tuple(supported), tuple(notes)
-
-
-def _plan_cells(evaluator: Evaluator, methods: Sequence[str], passkey: bool) -> list[Cell]:
-    """Every cell: first text, then pass keys, which take as long again."""
-    settings = evaluator.settings
-    if passkey:
-        evaluator.passkey_window(settings.passes[0], 0)  # raises an error for too short a length
-    return [
-        Cell(kind, method, length, window)
-        for kind in (("text", "key") if passkey else ("text",))
-        for method in methods
-        for length in settings.passes
-        for window in range(settings.windows)
-    ]
 
 
 def _evaluate_all(
@@ -218,16 +221,6 @@ def _evaluate_method(
                 return sentence
             progress.done(_cost([cell]), description)
     return None
-
-
-def _report(out: Path, settings: ExtensionSettings) -> str | None:
-    measured = STUDY.measurements(out)
-    if not measured.height:
-        show("No length was evaluated in all its windows: nothing can be recommended.")
-        return None
-    written = STUDY.report(measured, out, settings.model_dump())
-    print_report(out, written)
-    return advise(View(measured)).method
 
 
 def _save(

@@ -1,7 +1,4 @@
-"""Windows of text in a model's tokens, and the evaluation of one window at one length.
-
-An evaluation measures losses, the pass key, seconds and memory.
-"""
+"""Windows of text in a model's tokens, and the evaluation of one: losses, pass key and cost."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,9 +44,6 @@ class Texts:
     ids: Int64[np.ndarray, "w t"]
     prefix: tuple[int, ...]
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     @property
     def digest(self) -> str:
         """sha256 of the windows."""
@@ -60,19 +54,6 @@ class Texts:
         """`length` + 1 tokens, beginning with the prefix."""
         count = length + 1 - len(self.prefix)
         return np.concatenate([np.array(self.prefix, np.int64), self.ids[index, -count:]])
-
-    def sets(self, index: int, length: int, train_length: int, segment: int) -> list[EvaluationSet]:
-        """One window by each protocol of its length: last segment, all tokens, by position."""
-        starts = {"last_segment": length - segment}
-        if length == train_length:
-            starts["train_length"] = 0
-        if length == self.ids.shape[1] - 1:
-            starts["by_position"] = 0
-        window, documents = self.window(index, length)[None], [f"window {index}"]
-        return [
-            EvaluationSet(protocol, length, train_length, window, documents, start=start)
-            for protocol, start in starts.items()
-        ]
 
 
 def prepare_texts(
@@ -105,7 +86,11 @@ def prepare_texts(
     gaps = np.sort(random.integers(0, len(ids) - count * size + 1, count))
     starts = gaps + size * np.arange(count)
     rows = np.stack([ids[start : start + size] for start in starts])
-    return Texts(rows, _prefix(tokeniser)), fitting, tuple(notes)
+    # The tokens before a text, such as a beginning-of-text token.
+    letter, full = _encode(tokeniser, "a"), tokeniser("a")["input_ids"]
+    places = [k for k in range(len(full)) if full[k : k + len(letter)] == letter]
+    prefix = tuple(full[: places[0]]) if letter and places else ()
+    return Texts(rows, prefix), fitting, tuple(notes)
 
 
 def _tokens(tokeniser: Any, text: Sequence[str], wanted: int) -> Int64[np.ndarray, "n"]:
@@ -124,13 +109,6 @@ def _encode(tokeniser: Any, text: str) -> list[int]:
     # verbose=False: transformers would warn that a long text is longer than the model reads.
     ids: list[int] = tokeniser(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
-
-
-def _prefix(tokeniser: Any) -> tuple[int, ...]:
-    """The tokens that the tokeniser puts before a text, such as a beginning-of-text token."""
-    text, full = _encode(tokeniser, "a"), tokeniser("a")["input_ids"]
-    starts = [k for k in range(len(full)) if full[k : k + len(text)] == text]
-    return tuple(full[: starts[0]]) if text and starts else ()
 
 
 def passkey_set(
@@ -153,8 +131,7 @@ def passkey_set(
             f"a length of {length:,} tokens has no room for the pass key, which takes "
             f"{length + 2 - room}: take longer --lengths, or --no-passkey"
         )
-    filler = texts.ids[index, -room:].tolist()
-    depth = (index + 0.5) / len(texts)
+    filler, depth = texts.ids[index, -room:].tolist(), (index + 0.5) / len(texts.ids)
     position = round(depth * room)
     ids = [*texts.prefix, *filler[:position], *stated, *filler[position:], *end]
     scored = np.arange(length) >= length - (len(end) - answer)
@@ -183,58 +160,64 @@ class Cell(NamedTuple):
         return digest(*self)
 
 
-@dataclass
 class Evaluator:
     """Evaluates windows with a model in its current state, extended or not.
 
     `scorer` maps ids (1, T + 1) to losses; `tokeniser` encodes the pass key.
     """
 
-    model: Any
-    tokeniser: Any
-    scorer: TokenScorer
-    texts: Texts
-    settings: ExtensionSettings
-    _resident: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokeniser: Any,
+        scorer: TokenScorer,
+        texts: Texts,
+        settings: ExtensionSettings,
+    ) -> None:
+        self.model, self.tokeniser, self.scorer = model, tokeniser, scorer
+        self.texts, self.settings = texts, settings
         gc.collect()
-        self._resident = allocated_memory(self.model.device)
+        self._resident = allocated_memory(model.device)
 
     def evaluate(self, cell: Cell, identity: Identity) -> pl.DataFrame:
         """The measurements of a cell; raises `NormattnError` where a loss is not finite."""
-        evaluate = self._evaluate_passkey if cell.kind == "key" else self._evaluate_text
-        return evaluate(cell, identity).with_columns(
+        if cell.kind == "text":
+            measured = self._evaluate_text(cell, identity)
+        else:
+            window = self.passkey_window(cell.length, cell.window)
+            # Each window has another depth, so depth is a factor and not an axis that they share.
+            measured = evaluate_retrieval(self.scorer, window, identity).with_columns(
+                pl.lit("").alias("axis"),
+                pl.lit(None, pl.Float64).alias("bin"),
+                pl.lit(None, pl.Float64).alias("bin_end"),
+                pl.lit(window.documents[0]).alias("unit"),
+                pl.lit(window.depths[0]).alias("factor.depth"),
+            )
+        return measured.with_columns(
             pl.lit(KIND).alias("study"), pl.lit(self.settings.tokens).alias("data")
         )
 
     def _evaluate_text(self, cell: Cell, identity: Identity) -> pl.DataFrame:
-        settings, device = self.settings, self.model.device
-        sets = self.texts.sets(cell.window, cell.length, settings.train_length, settings.segment)
+        """The last segment, at the training length all tokens, at the longest by position; cost."""
+        settings, device, length = self.settings, self.model.device, cell.length
+        starts = {"last_segment": length - settings.segment}
+        if length == settings.train_length:
+            starts["train_length"] = 0
+        if length == settings.passes[-1]:
+            starts["by_position"] = 0
+        ids, unit = self.texts.window(cell.window, length)[None], f"window {cell.window}"
+        sets = [
+            EvaluationSet(protocol, length, settings.train_length, ids, [unit], start=start)
+            for protocol, start in starts.items()
+        ]
         scorer, seconds = CachedScorer(self.scorer), list[float]()
         with record_peak_memory(device, self._resident) as peaks, _timed(self.model, seconds):
             frames = [evaluate_cell(scorer, each, identity) for each in sets]
-        window = sets[0].documents[0]
-        costs = [scalar(SECONDS, seconds[0], unit=window)]
-        costs += [scalar(PEAK, size, unit=window) for size in peaks]
-        device_fields: dict[str, str | int] = {
-            "device": str(device),
-            "threads": torch.get_num_threads(),
-        }
-        prefill = replace(set_identity(identity, sets[0], **device_fields), protocol=PREFILL)
+        costs = [scalar(SECONDS, seconds[0], unit=unit)]
+        costs += [scalar(PEAK, size, unit=unit) for size in peaks]
+        place: dict[str, str | int] = {"device": str(device), "threads": torch.get_num_threads()}
+        prefill = replace(set_identity(identity, sets[0], **place), protocol=PREFILL)
         return concat([*frames, with_identity(prefill, costs)])
-
-    def _evaluate_passkey(self, cell: Cell, identity: Identity) -> pl.DataFrame:
-        window = self.passkey_window(cell.length, cell.window)
-        rows = evaluate_retrieval(self.scorer, window, identity)
-        # Each window has another depth, so depth is a factor and not an axis that windows share.
-        return rows.with_columns(
-            pl.lit("").alias("axis"),
-            pl.lit(None, pl.Float64).alias("bin"),
-            pl.lit(None, pl.Float64).alias("bin_end"),
-            pl.lit(window.documents[0]).alias("unit"),
-            pl.lit(window.depths[0]).alias("factor.depth"),
-        )
 
     def passkey_window(self, length: int, index: int) -> RetrievalSet:
         """A window with its pass key; `InputError` where the length is too short."""
@@ -245,7 +228,6 @@ class Evaluator:
 @contextmanager
 def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
     """Append the seconds of every forward of the decoder."""
-    decoder, start = model_parts(model).decoder, [0.0]
 
     def now() -> float:
         if model.device.type == "cuda":
@@ -253,11 +235,12 @@ def _timed(model: Any, seconds: list[float]) -> Iterator[None]:
         return time.perf_counter()
 
     def before(*_: object) -> None:
-        start[0] = now()
+        seconds.append(-now())
 
     def after(*_: object) -> None:
-        seconds.append(now() - start[0])
+        seconds[-1] += now()
 
+    decoder = model_parts(model).decoder
     hooks = (decoder.register_forward_pre_hook(before), decoder.register_forward_hook(after))
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -31,10 +31,8 @@ _FACTORS = {"factor", "s", "group"}
 class ExtensionSettings(Settings):
     """The resolved settings of one directory; every measurement in it depends on all of them.
 
-    `lengths` are the tested contexts in tokens, ascending. `windows` is the number of text windows
-    from `text`, whose digest is `tokens`. The last `segment` tokens are scored after every context.
-    `factor` and `window` are parameters of methods that do not set them. `weights` is the digest of
-    the model.
+    `tokens` is the digest of the `windows` of `text`. The last `segment` tokens are scored after
+    every context of `lengths`. `factor` and `window` are for methods that do not set them.
     """
 
     model: str
@@ -60,10 +58,6 @@ class ExtensionSettings(Settings):
     def name(self) -> str:
         """The model's name."""
         return model_name(self.gguf or self.model)
-
-    def parameters(self, method: str) -> dict[str, Any]:
-        """The parameters that `normattn.extend` takes in addition to the method's name."""
-        return {name: getattr(self, name) for name in sorted(open_parameters(method))}
 
 
 def model_name(address: str | Path) -> str:
@@ -106,28 +100,19 @@ def refuse_unused(methods: Sequence[str], args: Extend) -> None:
             raise InputError(f"--{name} is given, but none of --methods takes a {name}")
 
 
-class ChosenValues(NamedTuple):
-    """The lengths to evaluate, and the parameters of methods that do not set them."""
+def choose_values(
+    args: Extend, model: Any, lengths: tuple[int, ...] | None = None
+) -> tuple[int, tuple[int, ...], float, int]:
+    """(training length L, lengths, factor, window) as given, or defaults for the model.
 
-    train_length: int
-    lengths: tuple[int, ...]
-    factor: float
-    window: int
-
-
-def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = None) -> ChosenValues:
-    """The values of the options, or defaults for the model; `lengths` replace --lengths.
-
-    With the training length L, the lengths are L and 2 L, the factor is the longest length / L and
-    the window is L / 4. Raises `InputError` for lengths within L where a method needs a factor,
-    and for an unknown L.
+    The default lengths are L and 2 L, the factor is the longest / L, the window L / 4. `lengths`
+    replace --lengths. Raises `InputError` for lengths within L where a method needs a factor.
     """
     try:
         trained = args.train_length or known_length(model_parts(model))[0]
     except InputError as error:
-        raise InputError(
-            str(error).replace("pass train_length=…", "pass --train-length")
-        ) from error
+        sentence = str(error).replace("pass train_length=…", "pass --train-length")
+        raise InputError(sentence) from error
     with_text = "" if lengths is None else " that has enough text"
     lengths = lengths or args.lengths or (trained, 2 * trained)
     window = max(1, trained // 4) if args.window is None else args.window
@@ -138,4 +123,4 @@ def choose_values(args: Extend, model: Any, lengths: tuple[int, ...] | None = No
             f"of {trained:,}, so it gives no factor above 1: name a longer length, or give --factor"
         )
     factor = lengths[-1] / trained if args.factor is None else args.factor
-    return ChosenValues(trained, lengths, factor, window)
+    return trained, lengths, factor, window

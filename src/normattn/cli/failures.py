@@ -22,37 +22,30 @@ def exit_code_of(error: BaseException) -> int | None:
     """Print a sentence for `error` and return its exit code; None for an unexpected error."""
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
+    code = INPUT
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        print_error("stopped; rerun the command to resume from the last saved state")
-        return STOPPED
-    if isinstance(error, _UsageError):
-        return _report_usage_error(error)
-    if isinstance(error, NormattnError):
-        print_error(str(error))
+        code = STOPPED
+        sentence = "stopped; rerun the command to resume from the last saved state"
+    elif isinstance(error, _UsageError):
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(message)
+            return INPUT
+        message = message.replace("Value error, ", "").rstrip(".")  # from pydantic
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "normattn"
+        sentence = f"{message} (see: {where} --help)"
+    elif isinstance(error, NormattnError):
         codes = {Interrupted: STOPPED, DivergedError: DIVERGED, InputError: INPUT}
-        return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
-    sentence = _describe_system_error(error)
-    if sentence is None:
-        return None
-    print_error(sentence)
-    return INPUT
-
-
-def print_error(sentence: str) -> None:
-    """Print one line on stderr, not wrapped: other programs read its last line."""
-    warn("normattn: " + " ".join(sentence.split()))
-
-
-def _report_usage_error(error: BaseException) -> int:
-    message = error.format_message() if hasattr(error, "format_message") else str(error)
-    if type(error).__name__ == "NoArgsIsHelpError":
-        print(message)
-        return INPUT
-    message = message.replace("Value error, ", "")  # from pydantic
-    context = getattr(error, "ctx", None)
-    where = context.command_path if context is not None else "normattn"
-    print_error(f"{message.rstrip('.')} (see: {where} --help)")
-    return INPUT
+        code = next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+        sentence = str(error)
+    else:
+        described = _describe_system_error(error)
+        if described is None:
+            return None
+        sentence = described
+    warn("normattn: " + " ".join(sentence.split()))  # one line: programs read the last one
+    return code
 
 
 def _describe_system_error(error: BaseException) -> str | None:

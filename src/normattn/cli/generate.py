@@ -19,14 +19,9 @@ from normattn.terminal import visible
 
 
 def generate_text(options: Generate) -> None:
-    """Print the continuation of each prompt by the finished run in `options.run`.
-
-    Raises `InputError` for a run that has not finished or has no tokeniser, a method that its score
-    does not support, an empty prompt, and options out of range.
-    """
-    Sampling(
-        options.temperature, options.top_k, options.top_p
-    )  # Checked before the model is loaded.
+    """Print the continuation of each prompt by the finished run in `options.run`."""
+    # Checked before the model is loaded.
+    Sampling(options.temperature, options.top_k, options.top_p)
     config, tokeniser = open_run(options.run)
     texts = [*(options.prompt or ()), *(read_text(path) for path in options.file or ())]
     if not texts:

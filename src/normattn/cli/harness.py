@@ -1,15 +1,12 @@
-"""`normattn lm-eval`: lm-evaluation-harness with the model `normattn` and tasks from local text.
-
-Importing this module registers the model with the harness.
-"""
+"""`normattn lm-eval`: lm-evaluation-harness, with the model `normattn`, which this registers."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +38,12 @@ TASKS = Path(__file__).parent / "tasks"
 _UNLIMITED = (1 << 31) - 1
 _RUN_OPTIONS = frozenset({"max_length", "batch_size", "max_batch_size", "device", "dtype"})
 _USER_ERRORS = (
-    "Tasks not found",
-    "Attempted to load model",
-    "No tasks specified",
-    "Need to specify",
+    *("Tasks not found", "Attempted to load model", "No tasks specified", "Need to specify"),
 )
 
 
 def run_harness(args: model_options.LmEval) -> None:
-    """Run `lm_eval ARGUMENTS…` with the model and the tasks of normattn.
-
-    Raises `InputError` for an unknown task or model.
-    """
+    """Run `lm_eval ARGUMENTS…` with the model and the tasks of normattn."""
     if args.tasks_path:
         sys.stdout.write(f"{TASKS}\n")
         return
@@ -110,7 +101,11 @@ class NormattnLM(HFLM):
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} is {value!r}; expected a number of at least 1")
         self._method = None if method is None else method.strip()
-        self._parameters = _take_parameters(self._method, options)
+        self._parameters: dict[str, Any] = {}
+        if self._method is not None and not is_unmodified(self._method):
+            parts = [part for part, _ in read(self._method)[0]]
+            names = {"factor", *(field.name for part in parts for field in fields(part))}
+            self._parameters = {name: options.pop(name) for name in sorted(names & options.keys())}
         self._train_length_option, self._max_given = train_length, max_length
         self._record: dict[str, Any] | None = None
         options["max_length"] = self._max_length = max_length or _UNLIMITED
@@ -186,8 +181,7 @@ class NormattnLM(HFLM):
         """Raise `InputError` for requests that the harness would cut at the beginning."""
         for _, context, continuation in requests:
             self._refuse_cut("a text with its continuation", len(context) + len(continuation) - 1)
-        scored: list[tuple[float, bool]] = super()._loglikelihood_tokens(requests, *args, **kwargs)
-        return scored
+        return list(super()._loglikelihood_tokens(requests, *args, **kwargs))
 
     def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
         """The log-likelihood of whole texts, in windows of `max_length` or the training length."""
@@ -223,11 +217,3 @@ class NormattnLM(HFLM):
                 f"{subject} has {tokens} tokens and would be cut to max_length={self._max_given}; "
                 "raise max_length, or leave it out to cut nothing"
             )
-
-
-def _take_parameters(method: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Remove the method's parameters from the model arguments, and return them."""
-    if method is None or is_unmodified(method):
-        return {}
-    names = {field.name for part, _ in read(method)[0] for field in dataclasses.fields(part)}
-    return {name: options.pop(name) for name in sorted((names | {"factor"}) & options.keys())}

@@ -1,7 +1,6 @@
 """The tasks of lm-evaluation-harness in `tasks/*.yaml`, from local text, without downloads.
 
-They use the windows of `normattn evaluate` in the tokens of the evaluated model, decoded to text,
-because the harness takes text.
+They are the windows of `normattn evaluate`, decoded to text because the harness takes text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import bits_per_byte, mean
 from lm_eval.api.task import ConfigurableTask
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from normattn.cli.generate import open_run
 from normattn.errors import InputError
@@ -56,11 +55,6 @@ class TaskSettings(Settings):
     seed: int = Field(0, ge=0)
     tokenizer: str | None = None
 
-    @field_validator("lengths")
-    @classmethod
-    def _sorted(cls, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(set(lengths)))
-
     @staticmethod
     def of(metadata: Mapping[str, Any]) -> TaskSettings:
         """Parse the task's fields of the harness's metadata, which has model arguments too."""
@@ -70,7 +64,8 @@ class TaskSettings(Settings):
             if near and key not in names:
                 raise InputError(f"metadata has no {key!r}: did you mean {near[0]!r}?")
         fields = {name: metadata[name] for name in names if metadata.get(name) is not None}
-        return TaskSettings.parse(fields, "metadata")
+        settings = TaskSettings.parse(fields, "metadata")
+        return settings.model_copy(update={"lengths": tuple(sorted(set(settings.lengths)))})
 
 
 class _ScoredPieces(ConfigurableTask):
@@ -80,11 +75,11 @@ class _ScoredPieces(ConfigurableTask):
         super().__init__(config={key: value for key, value in config.items() if key != "class"})
 
     @abstractmethod
-    def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The task's documents."""
 
     def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
-        documents = self.documents(self.config.metadata or {})
+        documents = self._documents(self.config.metadata or {})
         self.dataset = {"test": datasets.Dataset.from_list(documents)}
 
     def doc_to_text(self, doc: Mapping[str, Any], doc_to_text: Any = None) -> str:
@@ -95,28 +90,19 @@ class _ScoredPieces(ConfigurableTask):
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         """One request for each scored piece, those with an even index."""
-        for unused in ("apply_chat_template", "chat_template"):
-            kwargs.pop(unused, None)
-        pieces = doc["pieces"]
-        return [
-            Instance(
-                request_type="loglikelihood",
-                doc=doc,
-                arguments=(ctx + "".join(pieces[:at]), pieces[at]),
-                idx=number,
-                **kwargs,
-            )
-            for number, at in enumerate(range(0, len(pieces), 2))
-        ]
+        pieces, requests = doc["pieces"], []
+        kwargs = {name: value for name, value in kwargs.items() if "chat_template" not in name}
+        for number, at in enumerate(range(0, len(pieces), 2)):
+            arguments = (ctx + "".join(pieces[:at]), pieces[at])
+            requests.append(Instance("loglikelihood", doc, arguments, number, **kwargs))
+        return requests
 
     @property
     def _metrics(self) -> set[str]:
-        placeholder = (0.0, False)
-        return {
-            name
-            for doc in self.task_docs
-            for name in self.process_results(doc, [placeholder] * len(doc["pieces"]))
-        }
+        names = set[str]()
+        for doc in self.task_docs:
+            names |= self.process_results(doc, [(0.0, False)] * len(doc["pieces"])).keys()
+        return names
 
     def aggregation(self) -> dict[str, Callable[[Sequence[Any]], float]]:
         """Means over documents; bits per byte over all bytes."""
@@ -129,12 +115,10 @@ class _ScoredPieces(ConfigurableTask):
 class Retrieval(_ScoredPieces):
     """`acc`, `acc_LENGTH`, `acc_LENGTH_depth_PERCENT`: the share of samples answered right.
 
-    All answers must be right: each token the model's first choice. The task's name selects
-    one of `lab.data.retrieval`.
+    All answers must be right. The task's name selects one of `lab.data.retrieval`.
     """
 
-    def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Samples at every length and depth."""
+    def _documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         return retrieval_documents(str(self.config.task).removeprefix("normattn_"), metadata)
 
     def process_results(
@@ -149,8 +133,7 @@ class Retrieval(_ScoredPieces):
 class LastSegment(_ScoredPieces):
     """`loss_LENGTH`, in nats per token, and `bits_per_byte_LENGTH` of the same last segment."""
 
-    def documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same segments after contexts of every length."""
+    def _documents(self, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
         return segment_documents(metadata)
 
     def process_results(
@@ -163,10 +146,7 @@ class LastSegment(_ScoredPieces):
 
 
 def retrieval_documents(task: str, metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Texts with facts: a `context`, then `pieces`, in which answers and questions alternate.
-
-    The first piece is an answer.
-    """
+    """Texts with facts: a `context`, then `pieces`, answers in turn with the text between them."""
     settings = TaskSettings.of(metadata)
     data, documents = _token_data(metadata, settings), []
     for length in settings.lengths:

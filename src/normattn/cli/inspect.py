@@ -26,7 +26,6 @@ from normattn.kernels.stats import observing as observing_attention
 from normattn.lab.diagnostics import Collector, collecting
 from normattn.lab.diagnostics import inspect_model as measure_attention
 from normattn.lab.diagnostics.attention import MAX_TOKENS, attention_weights
-from normattn.lab.diagnostics.inspection import Collecting
 from normattn.lab.diagnostics.lines import read_diagnostics
 from normattn.lab.evaluation.scorer import weights_digest
 from normattn.lab.report.terminal import print_report, print_table
@@ -36,42 +35,39 @@ from normattn.lab.stats import Identity, concat, sums, with_identity
 from normattn.lab.studies.inspect import DRAWN, KEY, KIND, QUERY, STUDY, TRAINING, sharpest
 from normattn.lab.training import TrainingConfig
 from normattn.lab.training.distributed import choose_device
+from normattn.lab.training.init_from import refuse_other_data
 from normattn.models.config import StackConfig, TranslatorConfig
 from normattn.models.pretrained import load_any
 from normattn.score.spec import is_unmodified
 from normattn.terminal import Console, warn
 
 CONFIG = "config.json"
-_UNRECORDED_OPTIONS = ("out", "threads", "device")
-"""Options that do not affect measurements."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A model with its inputs, the identity of its measurements, and the folder of the report.
 
-    `paths` names the attention modules of a transformers model, which `collect` observes.
-    `training` are measurements from its training. `reach`: whether attention beyond the training
-    length is measured.
+    `paths` names the attention modules of a transformers model. `training` are measurements from
+    its training. `reach`: whether attention beyond the training length is measured.
     """
 
     model: nn.Module
     inputs: Inputs
     identity: Identity
     out: Path
-    collect: Collecting
     paths: Mapping[Any, Any] | None = None
     training: pl.DataFrame | None = None
     reach: bool = True
 
 
 def inspect_model(args: options.Inspect) -> None:
-    """Inspect a finished run or a transformers model, print a summary and write the report.
-
-    Raises `InputError` where there is no such model, for a method that its score does not support,
-    a head that does not exist, missing or too short data, and attention that cannot be observed.
-    """
-    head = _parse_head(args.attention)
+    """Inspect a finished run or a transformers model, print a summary and write the report."""
+    head = [part.strip() for part in args.attention.split(",")]
+    if head != ["sharpest"] and (len(head) != 2 or not all(part.isdecimal() for part in head)):
+        raise InputError(
+            f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {args.attention!r}"
+        )
     torch.set_num_threads(args.threads)
     of_transformers = args.run.suffix == ".gguf"
     if args.run.is_dir() and (args.run / CONFIG).is_file():
@@ -91,25 +87,13 @@ def inspect_model(args: options.Inspect) -> None:
                 read=inputs.read,
                 length=inputs.length,
                 progress=lambda done, total: status.update(f"inspecting: text {done} of {total}"),
-                collect=subject.collect,
+                collect=collecting if subject.paths is None else observing,
             )
         drawn = _attention_of_head(subject, head, measured)
-    identity = replace(
-        subject.identity,
-        study=KIND,
-        protocol=KIND,
-        method="" if is_unmodified(args.method) else args.method,
-        length=inputs.length,
-        data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
-        weights=weights_digest(model),
-    )
-    trained = replace(identity, protocol=TRAINING, method="", split="train", data="")
-    parts = [(identity, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
-    parts += [] if drawn is None else [(replace(identity, protocol=DRAWN), drawn)]
-    parts += [] if subject.training is None else [(trained, subject.training)]
-    frame = concat(with_identity(each, [rows]) for each, rows in parts)
-    options_used = vars(replace(args, length=inputs.length, windows=len(inputs.rows)))
-    resolved = {x: value for x, value in options_used.items() if x not in _UNRECORDED_OPTIONS}
+    frame = _identified(subject, args, measured, drawn)
+    resolved = dict(vars(replace(args, length=inputs.length, windows=len(inputs.rows))))
+    for unrecorded in ("out", "threads", "device"):  # They do not affect measurements.
+        del resolved[unrecorded]
     resolved |= {"run": str(args.run), "text": None if args.text is None else str(args.text)}
     write_json(out / CONFIG, {"kind": KIND, "config": resolved})
     written = STUDY.report(frame, out, resolved)
@@ -118,14 +102,25 @@ def inspect_model(args: options.Inspect) -> None:
     print_report(out, written)
 
 
-def _parse_head(text: str) -> tuple[int, int] | None:
-    """The layer and head of `--attention`; None for the sharpest."""
-    if text == "sharpest":
-        return None
-    numbers = [part.strip() for part in text.split(",")]
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise InputError(f"--attention takes LAYER,HEAD (each from 0) or sharpest, got {text!r}")
-    return int(numbers[0]), int(numbers[1])
+def _identified(
+    subject: Subject, args: options.Inspect, measured: pl.DataFrame, drawn: pl.DataFrame | None
+) -> pl.DataFrame:
+    """All measurements with their identities: statistics, drawn attention, training."""
+    inputs = subject.inputs
+    identity = replace(
+        subject.identity,
+        study=KIND,
+        protocol=KIND,
+        method="" if is_unmodified(args.method) else args.method,
+        length=inputs.length,
+        data=hashlib.sha256(inputs.rows.contiguous().numpy().tobytes()).hexdigest(),
+        weights=weights_digest(subject.model),
+    )
+    trained = replace(identity, protocol=TRAINING, method="", split="train", data="")
+    parts = [(identity, measured.with_columns(pl.lit(inputs.source).alias("factor.texts")))]
+    parts += [] if drawn is None else [(replace(identity, protocol=DRAWN), drawn)]
+    parts += [] if subject.training is None else [(trained, subject.training)]
+    return concat(with_identity(each, [rows]) for each, rows in parts)
 
 
 def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
@@ -137,14 +132,20 @@ def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
             f"{', '.join(map(repr, KINDS))}"
         )
     require_finished(run, "be looked into")
-    settings, inputs_of = KINDS[stored.kind]
+    settings, inputs_of, refused = KINDS[stored.kind]
+    for name in refused:
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name} is for language models only")
     config: Any = settings.parse(stored.config, str(run / CONFIG))
     shape: StackConfig = config.model
     if not is_unmodified(method) and not isinstance(config, TrainingConfig):
         raise InputError(f"--method {method} is for causal language models only")
     device = choose_device(args.device or config.device)
     model: Any = load_any(run / "model", shape).to(device)
-    inputs = inputs_of(config, args, model)
+    data = config.prepare() if args.text is None else None
+    if data is not None:
+        refuse_other_data(data, run)
+    inputs = inputs_of(config, args, model, data)
     trained = shape.train_length
     if not is_unmodified(method):
         factor = max(1.0, inputs.length / trained)
@@ -163,7 +164,6 @@ def _open_run(args: options.Inspect, contexts: ExitStack) -> Subject:
         inputs,
         replace(identity, train_length=trained),
         args.out or run / "inspection",
-        collecting,
         training=_training(run),
         # A continued run has seen longer distances than its model's training length.
         reach=not (isinstance(config, TrainingConfig) and config.continued),
@@ -202,15 +202,9 @@ def _open_transformers_model(args: options.Inspect, contexts: ExitStack) -> Subj
         trained = inputs.length
     if not is_unmodified(args.method):
         contexts.enter_context(extend(model, args.method))
+    out = args.out or Path("runs") / f"inspect-{name}"
     identity = Identity("", name, type(model).__name__, args.seed, split="given")
-    return Subject(
-        model,
-        inputs,
-        replace(identity, train_length=trained),
-        args.out or Path("runs") / f"inspect-{name}",
-        observing,
-        paths(model),
-    )
+    return Subject(model, inputs, replace(identity, train_length=trained), out, paths(model))
 
 
 @contextmanager
@@ -221,11 +215,10 @@ def observing(
     reach: bool = False,
     cosines: bool = False,
 ) -> Iterator[Collector]:
-    """Collect statistics of every attention layer while inside, by its path in the model.
+    """Collect statistics of a transformers model's attention layers, by their paths; no `reach`.
 
-    This is `collecting` of `lab.diagnostics.inspect_model` for transformers models; attention
-    beyond the training length (`reach`) is not measured. Raises `InputError` at the end if no layer
-    takes its attention function from transformers' AttentionInterface.
+    Raises `InputError` at the end if no layer takes its attention function from transformers'
+    AttentionInterface.
     """
     collector = Collector(paths(model), edges, cosines=cosines)
     with observable(model), observing_attention(collector):
@@ -235,11 +228,11 @@ def observing(
 
 
 def _attention_of_head(
-    subject: Subject, wanted: tuple[int, int] | None, measured: pl.DataFrame
+    subject: Subject, wanted: Sequence[str], measured: pl.DataFrame
 ) -> pl.DataFrame | None:
     """The attention weights of a head on the drawn text, as measurements; None if it is too long.
 
-    α (T, S) has a unit for each query and a bin for each key, with the tokens as factors.
+    `wanted` is a layer and a head, or "sharpest". A unit is a query, a bin a key.
     """
     inputs, model = subject.inputs, subject.model
     if inputs.drawn_length > MAX_TOKENS:
@@ -252,7 +245,7 @@ def _attention_of_head(
     with nullcontext() if subject.paths is None else observable(model):
         weights = attention_weights(model, row, inputs.read, inputs.drawn_length, subject.paths)
     names: list[str] = measured["factor.layer"].unique(maintain_order=True).to_list()
-    layer, head = sharpest(measured) if wanted is None else wanted
+    layer, head = sharpest(measured) if len(wanted) == 1 else map(int, wanted)
     if layer >= len(names) or head >= len(weights[names[layer]]):
         most = max(len(weights[name]) for name in names)
         raise InputError(

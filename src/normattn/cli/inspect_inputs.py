@@ -16,18 +16,13 @@ from normattn.errors import InputError
 from normattn.hf.model_parts import model_parts
 from normattn.hf.token_scorer import refuse_foreign_tokens
 from normattn.lab.data.batches import pad_rows, uniforms
-from normattn.lab.data.images import prepare_images
-from normattn.lab.data.pairs import PAD_ID, prepare_pairs
-from normattn.lab.data.relations import prepare_relations
+from normattn.lab.data.pairs import PAD_ID
 from normattn.lab.data.text_files import read_text
 from normattn.lab.data.tokeniser import Tokeniser
-from normattn.lab.data.tokens import prepare_tokens
 from normattn.lab.data.windows import choose_windows
 from normattn.lab.runs import check_unchanged
 from normattn.lab.training import TrainingConfig
-from normattn.lab.training.config import LoopConfig
-from normattn.lab.training.init_from import refuse_other_data
-from normattn.lab.training.tasks import classification, text, translation
+from normattn.lab.training.tasks.base import ModelTrainingConfig
 from normattn.lab.training.tasks.classification import ClassificationConfig, VisionTrainingConfig
 from normattn.lab.training.tasks.text import MaskedConfig
 from normattn.lab.training.tasks.translation import TranslationConfig
@@ -35,8 +30,6 @@ from normattn.terminal import warn
 
 DRAWN_TOKENS, WINDOWS = 64, 16
 """The tokens of the drawn text, and the default number of windows, texts, pairs or images."""
-TRANSFORMERS_LENGTH, TRANSFORMERS_WINDOWS = 512, 4
-"""Defaults for a transformers model, whose inspection takes about as long as its forward."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +53,11 @@ class Inputs:
 def transformers_inputs(model: Any, tokeniser: Any, args: options.Inspect) -> Inputs:
     """Windows of a text for a transformers model, by default of the standard library's source."""
     files = (str(args.text),) if args.text is not None else DEFAULT_TEXT
-    length, windows = args.length or TRANSFORMERS_LENGTH, args.windows or TRANSFORMERS_WINDOWS
+    length, windows = args.length or 512, args.windows or 4  # Inspection is slower than a forward.
     texts, _, notes = prepare_texts(tokeniser, files, (length - 1,), windows, args.seed)
     for sentence in notes:
         warn(f"normattn: {sentence}")
-    rows = torch.from_numpy(np.stack([texts.window(n, length - 1) for n in range(len(texts))]))
+    rows = torch.from_numpy(np.stack([texts.window(n, length - 1) for n in range(len(texts.ids))]))
     refuse_foreign_tokens(rows, model)
     decoder = model_parts(model).decoder
     return Inputs(
@@ -84,7 +77,7 @@ def _drawn_row(row: Tensor, word: Callable[[int], str]) -> tuple[Tensor, int, An
 
 
 def _windows(
-    config: TrainingConfig | MaskedConfig, args: options.Inspect, model: nn.Module
+    config: TrainingConfig | MaskedConfig, args: options.Inspect, model: nn.Module, data: Any
 ) -> Inputs:
     """Windows of a file, by default of documents that the run did not train on."""
     length = config.model.train_length if args.length is None else args.length
@@ -92,8 +85,6 @@ def _windows(
     if not config.data.synthetic:
         tokeniser = Tokeniser.load(check_unchanged(args.run / "tokeniser.json"))
     if args.text is None:
-        data = prepare_tokens(config.data)
-        refuse_other_data(data, args.run)
         split = data.split("test")
         starts = choose_windows(split, length, args.windows or WINDOWS, args.seed).tolist()
         rows = [split.document(number)[first : first + length] for number, first in starts]
@@ -119,14 +110,13 @@ def _windows(
     return Inputs(ids, source, length, None, *_drawn_row(ids[0], word))
 
 
-def _documents(config: ClassificationConfig, args: options.Inspect, model: nn.Module) -> Inputs:
+def _documents(
+    config: ClassificationConfig, args: options.Inspect, model: nn.Module, data: Any
+) -> Inputs:
     """Validation documents; longer ones are cut as in training."""
-    _refuse_options(args, "text")
-    data = prepare_relations(config.data)
-    refuse_other_data(data, args.run)
-    split = data.validation
+    tokens = data.validation.tokens
     documents = [
-        np.asarray(split.tokens[i])[: args.length].tolist() for i in _draw_indices(len(split), args)
+        np.asarray(tokens[i])[: args.length].tolist() for i in _draw(len(data.validation), args)
     ]
     ids, _ = pad_rows(documents, data.pad_id)
 
@@ -139,11 +129,8 @@ def _documents(config: ClassificationConfig, args: options.Inspect, model: nn.Mo
     return Inputs(torch.from_numpy(ids), source, ids.shape[1], read, *drawn)
 
 
-def _sentences(config: TranslationConfig, args: options.Inspect, model: Any) -> Inputs:
-    _refuse_options(args, "text", "length")
-    data = prepare_pairs(config.data)
-    refuse_other_data(data, args.run)
-    split, chosen = data.validation, _draw_indices(len(data.validation), args)
+def _sentences(config: TranslationConfig, args: options.Inspect, model: Any, data: Any) -> Inputs:
+    split, chosen = data.validation, _draw(len(data.validation), args)
     sources = [split.source_ids(i) for i in chosen]
     targets = [split.target_ids(i)[:-1] for i in chosen]
     sides = [torch.from_numpy(pad_rows(side, PAD_ID)[0]) for side in (sources, targets)]
@@ -165,53 +152,32 @@ def _sentences(config: TranslationConfig, args: options.Inspect, model: Any) -> 
     return Inputs(rows, source, length, read, rows[0], max(map(len, words)), sides_of)
 
 
-def _images(config: VisionTrainingConfig, args: options.Inspect, model: Any) -> Inputs:
+def _images(config: VisionTrainingConfig, args: options.Inspect, model: Any, data: Any) -> Inputs:
     """Validation images; words are the patches' rows and columns."""
-    _refuse_options(args, "text", "length")
-    data = prepare_images(config.data)
-    refuse_other_data(data, args.run)
-    split = data.validation
-    images = torch.from_numpy(split.images(np.array(_draw_indices(len(split), args))))
-    shape = config.model
+    split, shape = data.validation, config.model
+    images = torch.from_numpy(split.images(np.array(_draw(len(split), args))))
     across = shape.width // shape.patch
     words = ["class"] if shape.pool == "class" else []
     words += [f"{patch // across},{patch % across}" for patch in range(shape.patches)]
-    return Inputs(
-        images,
-        f"{len(images)} validation images of {config.data.source}",
-        shape.tokens,
-        model.features,
-        images[0],
-        shape.tokens,
-        lambda name: (words, words),
-    )
+    source = f"{len(images)} validation images of {config.data.source}"
+    drawn = (images[0], shape.tokens, lambda name: (words, words))
+    return Inputs(images, source, shape.tokens, model, *drawn)
 
 
-def _refuse_options(args: options.Inspect, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) is not None:
-            raise InputError(f"--{name} is for language models only")
-
-
-def _draw_indices(count: int, args: options.Inspect) -> list[int]:
+def _draw(count: int, args: options.Inspect) -> list[int]:
     """Indices below `count`, drawn without replacement and sorted."""
     drawn = uniforms(args.seed, 0, max(count, 2), 1)[:count, 0]
     order: list[int] = np.argsort(drawn, kind="stable")[: args.windows or WINDOWS].tolist()
     return sorted(order)
 
 
-KINDS: dict[str, tuple[type[LoopConfig], Callable[[Any, options.Inspect, Any], Inputs]]] = {
-    settings.kind: (settings, inputs)
-    for settings, inputs in (
-        (text.TrainingConfig, _windows),
-        (text.MaskedConfig, _windows),
-        (classification.ClassificationConfig, _documents),
-        (translation.TranslationConfig, _sentences),
-        (classification.VisionTrainingConfig, _images),
-    )
+InputsOf = Callable[[Any, options.Inspect, Any, Any], Inputs]
+"""(settings, options, model, data) → inputs; raises `InputError` for an unreadable text."""
+KINDS: dict[str, tuple[type[ModelTrainingConfig], InputsOf, tuple[str, ...]]] = {
+    TrainingConfig.kind: (TrainingConfig, _windows, ()),
+    MaskedConfig.kind: (MaskedConfig, _windows, ()),
+    ClassificationConfig.kind: (ClassificationConfig, _documents, ("text",)),
+    TranslationConfig.kind: (TranslationConfig, _sentences, ("text", "length")),
+    VisionTrainingConfig.kind: (VisionTrainingConfig, _images, ("text", "length")),
 }
-"""The settings class and the input function of each kind of run.
-
-An input function raises `InputError` for a corpus that is missing or has changed since the
-training, for an unreadable text, and for options that the kind of model does not support.
-"""
+"""The settings, the inputs and the refused options of each kind of run."""

@@ -34,25 +34,34 @@ MODULES = {
 
 def show_components(options: List) -> None:
     """Print every component of a score, or describe those of `options.name`."""
-    known, console = parts(), Console(highlight=False)
+    known, console, name = parts(), Console(highlight=False), options.name
     for setting, modules in MODULES.items():
-        if options.name in modules:
-            _show_module(console, options.name, setting, modules[options.name], options.as_json)
+        if name in modules:
+            from normattn.layers import norms, residual
+
+            # What a residual connection or a norm computes is its class's documentation.
+            described = inspect.getdoc({**vars(norms), **vars(residual)}[modules[name]])
+            record = {"name": name, "setting": setting, "description": described}
+            if options.as_json:
+                print(json.dumps([record], indent=2, ensure_ascii=False))
+            else:
+                console.print(f"[bold cyan]{name}[/]  [dim]{setting}[/]")
+                console.print(escape(str(described)), soft_wrap=True)
             return
-    if options.name is not None:
-        names = {part.name for part, _ in grammar.read(options.name)[0]}
+    if name is not None:
+        names = {part.name for part, _ in grammar.read(name)[0]}
         known = {key: part for key, part in known.items() if key in names}
         if len(known) > 1:
-            ScoreSpec.parse(options.name)  # Raises where they cannot be combined.
+            ScoreSpec.parse(name)  # Raises where they cannot be combined.
     if options.as_json:
         records = [describe(key, part) for key, part in known.items()]
         print(json.dumps(records, indent=2, ensure_ascii=False))
-    elif options.name is None:
+    elif name is None:
         _show_all(console, known)
     else:
-        model = recipe(options.name)
+        model = recipe(name)
         if model is not None:
-            console.print(f"{escape(options.name)}: {escape(model)}", soft_wrap=True)
+            console.print(f"{escape(name)}: {escape(model)}", soft_wrap=True)
         for key, part in known.items():
             entry = describe(key, part)
             console.print(f"[bold cyan]{key}[/]  [dim]{entry['slot']}, {entry['when']}[/]")
@@ -76,24 +85,8 @@ def _show_all(console: Console, known: Mapping[str, type[Part]]) -> None:
     console.print("normattn list NAME shows the entry of any of these, or of a score.")
 
 
-def _show_module(console: Console, name: str, setting: str, module: str, as_json: bool) -> None:
-    """Print what a residual connection or a norm computes: its class's documentation."""
-    from normattn.layers import norms, residual
-
-    description = inspect.getdoc({**vars(norms), **vars(residual)}[module])
-    if as_json:
-        record = {"name": name, "setting": setting, "description": description}
-        print(json.dumps([record], indent=2, ensure_ascii=False))
-    else:
-        console.print(f"[bold cyan]{name}[/]  [dim]{setting}[/]")
-        console.print(escape(str(description)), soft_wrap=True)
-
-
 def describe(name: str, part: type[Part]) -> dict[str, Any]:
-    """Describe a component as JSON values.
-
-    Parameters have their defaults, and their values in an example with L = 512 and factor 8.
-    """
+    """Describe a component as JSON values, with an example for L = 512 and factor 8."""
     compatible, spec = combinations(name), example(name)
     instance = next(candidate for candidate in spec.parts if candidate.slot is part.slot)
     return {
@@ -118,7 +111,7 @@ def _kernels(spec: Any) -> dict[str, str]:
     """Return the kernels of a score by device, for all layers if they differ."""
     import torch
 
-    from normattn.layers.explain import explain
+    from normattn.layers.explain import explain  # A list of all names needs no layers.
 
     kernels = {}
     layers = dict.fromkeys(spec.layer(layer, LAYERS) for layer in range(LAYERS))
@@ -136,9 +129,18 @@ def _kernels(spec: Any) -> dict[str, str]:
 
 
 def _lines(entry: dict[str, Any]) -> list[str]:
-    lines = [entry["summary"], entry["equation"], entry["source"]]
-    if entry["parameters"]:
-        lines.append("parameters: " + ", ".join(map(_parameter, entry["parameters"])))
+    lines, parameters = [entry["summary"], entry["equation"], entry["source"]], []
+    for field in entry["parameters"]:
+        name, value = field["name"], field["example"]
+        if field["default"] is not None:
+            name = f"{name}={field['default']}"
+        elif value is None:
+            name = f"{name} (optional)"
+        elif name != "factor":
+            name = f"{name} ({value:.6g} at L = 512 and factor 8)"
+        parameters.append(name)
+    if parameters:
+        lines.append(f"parameters: {', '.join(parameters)}")
     if entry["attention"] != "either":
         lines.append(f"{entry['attention']} attention only")
     for names, why in excluded(entry["excludes"]):
@@ -152,21 +154,10 @@ def _lines(entry: dict[str, Any]) -> list[str]:
     return [*lines, f"runs on {run}"]
 
 
-def _parameter(field: dict[str, Any]) -> str:
-    if field["default"] is not None:
-        return f"{field['name']}={field['default']}"
-    if field["example"] is None:
-        return f"{field['name']} (optional)"
-    if field["name"] == "factor":
-        return "factor"
-    return f"{field['name']} ({field['example']:.6g} at L = 512 and factor 8)"
-
-
 def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
     """Group the components that another excludes by reason; return them with the reasons.
 
-    Reasons that differ only in the component's name are equal. A reason loses its prefix "A and B
-    cannot be combined: ", which repeats the names.
+    A reason loses its prefix "A and B cannot be combined: "; the component's name does not count.
     """
     groups: dict[str, list[tuple[str, str]]] = {}
     for exclusion in excludes:

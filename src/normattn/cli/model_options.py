@@ -33,9 +33,7 @@ class Extend:
     Evaluates every method on your text, and recommends one for each length, with its cost.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn extend ./my-model` – every method, at the training length and twice that
 
 `normattn extend ./my-model --text book.txt --lengths 8k,16k,32k` – on your own text
@@ -57,59 +55,55 @@ Another model, text or length needs another directory. Time grows with the squar
     model: str = argument(help="A folder, a GGUF file, or a name on the hub.")
     lengths: tuple[int, ...] | None = option(
         None,
-        read=token_counts,
-        help="Lengths in tokens, separated by commas; 8k is 8192. [default: the training length "
+        "Lengths in tokens, separated by commas; 8k is 8192. [default: the training length "
         "and twice that]",
+        read=token_counts,
     )
     out: Path | None = option(
-        None,
-        help="Folder of measurements and report. [default: runs/extend-MODEL]",
+        None, "Folder of measurements and report. [default: runs/extend-MODEL]"
     )
-    gguf: str | None = option(None, help="The GGUF file in the folder or in the hub's repository.")
+    gguf: str | None = option(None, "The GGUF file in the folder or in the hub's repository.")
     text: list[str] | None = option(
         None,
+        "File or folder of text; may be repeated. [default: the standard library's source]",
         metavar="FILE",
-        help="File or folder of text; may be repeated. [default: the standard library's source]",
     )
     methods: tuple[str, ...] = option(
         ALL,
-        read=method_names,
-        help="Methods, separated by commas: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, "
+        "Methods, separated by commas: PI, ABF, NTK, NTK-mixed, DynamicNTK, YaRN, ReRoPE, "
         "LeakyReRoPE, SelfExtend, DualChunk, logn+, or one with logn+ (YaRN-logn+). all: every one "
         "but DualChunk, and five with logn+.",
+        read=method_names,
     )
-    windows: int = option(2, min=1, help="Windows of text, at most.")
+    windows: int = option(2, "Windows of text, at most.", min=1)
     train_length: int | None = option(
-        None, min=1, help="Training length of the model. [default: from its configuration]"
+        None, "Training length of the model. [default: from its configuration]", min=1
     )
     factor: float | None = option(
         None,
-        help="Factor of PI, NTK, YaRN and similar methods. [default: longest length / training "
-        "length]",
+        "Factor of PI, NTK, YaRN and similar methods. [default: longest length / training length]",
     )
     window: int | None = option(
-        None, help="Window of ReRoPE and similar methods. [default: training length / 4]"
+        None, "Window of ReRoPE and similar methods. [default: training length / 4]"
     )
     passkey: bool = option(
-        True, "--passkey/--no-passkey", help="Whether to hide a pass key in the text."
+        True, "Whether to hide a pass key in the text.", flag="--passkey/--no-passkey"
     )
-    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights.")
-    device: str = option("auto", help="auto, cpu, cuda or cuda:N.")
-    seed: int = option(0, min=0, help="Chooses windows and pass keys.")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "Type of the weights.")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.")
+    seed: int = option(0, "Chooses windows and pass keys.", min=0)
     save: Path | None = option(
         None,
-        help="Save the model with the recommended method, or the one of --methods, to this new "
-        "folder.",
+        "Save the model with the recommended method, or the one of --methods, to this new folder.",
     )
     emit: str | None = option(
         None,
-        metavar="ENGINE",
-        help="Evaluate nothing; print the settings for hf, vllm, sglang, llama.cpp, gguf or mlx, "
+        "Evaluate nothing; print the settings for hf, vllm, sglang, llama.cpp, gguf or mlx, "
         "or write them to the new file --out. Needs exactly one of --methods.",
+        metavar="ENGINE",
     )
     engine_version: str | None = option(
-        None,
-        help="Version of the engine, where versions differ. [default: the one that was checked]",
+        None, "Version of the engine, where versions differ. [default: the one that was checked]"
     )
 
 
@@ -117,9 +111,7 @@ Another model, text or length needs another directory. Time grows with the squar
 class Verify:
     """Check that a serving engine applies the intended method."""
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn verify ./extended --against /srv/model/config.json` – a model saved
 by `normattn extend --save`, against what is served
 
@@ -137,14 +129,15 @@ bad input. It names usual mistakes, one sentence each.
         help="The model: a folder, a GGUF file, a config.json, or a name on the hub."
     )
     against: str = option(
-        help="The engine's settings: a config.json or its folder, a JSON file with some fields, a "
-        "GGUF file, or a text file with the engine's flags."
+        ...,
+        "The engine's settings: a config.json or its folder, a JSON file with some fields, a "
+        "GGUF file, or a text file with the engine's flags.",
     )
     method: str | None = option(
-        None, help="The intended method. [default: the one that MODEL was saved with]"
+        None, "The intended method. [default: the one that MODEL was saved with]"
     )
     train_length: int | None = option(
-        None, min=1, help="Training length of the model. [default: from its configuration]"
+        None, "Training length of the model. [default: from its configuration]", min=1
     )
     as_json: bool = flag("--json", "Print the result as JSON.")
 
@@ -153,9 +146,7 @@ bad input. It names usual mistakes, one sentence each.
 class Score:
     """Name the attention score of every layer of a transformers model, and verify it."""
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn score ./my-model` – the score of every layer, as a name for `--score` and
 `ScoreSpec.parse`
 
@@ -171,7 +162,7 @@ Then `normattn.attention` with that score is compared with each layer's own atte
 """
 
     model: str = argument(help="A folder, a GGUF file, a config.json or a name on the hub.")
-    tokens: int = option(48, min=8, max=4096, help="Number of tokens to run.")
+    tokens: int = option(48, "Number of tokens to run.", min=8, max=4096)
     as_json: bool = flag("--json", "Print the result as JSON.")
 
 
@@ -184,9 +175,7 @@ class LmEval:
     download; your own `--include_path` replaces them.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn lm-eval --model normattn --model_args run=runs/kna --tasks normattn` – a run on
 normattn's tasks
 

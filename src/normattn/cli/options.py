@@ -1,6 +1,6 @@
 """The options of commands on runs, with their help. Fast to import, because `--help` needs all.
 
-`--help` shows `epilog` below the options.
+`--help` shows `examples` below the options.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from normattn.cli.parsing import argument, flag, integers, names, option, settings_option
+from normattn.cli.parsing import argument, flag, integers, names, option, setting, settings_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +20,13 @@ class Demo:
     with ReRoPE. The report has the curve where plain RoPE collapses.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn demo --text book.txt --out runs/demo` – on your own text
 """
 
-    text: Path | None = option(None, help="A text file. [default: one that ships with the models]")
-    windows: int = option(24, min=1, help="Windows of 1,024 tokens, at most.")
-    out: Path = option(Path("normattn-demo"), help="The folder of the report.")
+    text: Path | None = option(None, "A text file. [default: one that ships with the models]")
+    windows: int = option(24, "Windows of 1,024 tokens, at most.", min=1)
+    out: Path = option(Path("normattn-demo"), "The folder of the report.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +37,7 @@ class List:
     extended after training. The kernels shown are those for 2,048 tokens.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn list` – every component by name, on one page
 
 `normattn list YaRN` – equation, source, parameters, what it cannot be combined with, kernels
@@ -64,9 +60,7 @@ class Train:
     are written to OUT/config.json, which can be given as CONFIG.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn train --score KNA-logn --steps 500 --out runs/kna`
 
 `normattn train mine.toml --set optimiser.lr=1e-3 --set model.tie_head=false --out runs/mine`
@@ -83,47 +77,39 @@ raises an error.
         None, help="Settings in TOML or JSON; the preset gives the rest."
     )
     out: Path = option(
-        Path("runs/train"), help="The run's directory: settings, metrics, checkpoints, model."
+        Path("runs/train"), "The run's directory: settings, metrics, checkpoints, model."
     )
-    corpus: str | None = option(
-        None,
-        setting="data.corpus",
-        help="python-source, python-packages-2026, a file or folder, hf:NAME, synthetic:copy.",
+    corpus: str | None = setting(
+        "data.corpus",
+        "python-source, python-packages-2026, a file or folder, hf:NAME, synthetic:copy.",
     )
-    score: str | None = option(
-        None, setting="model.score", help="The attention score to train with; see: normattn list."
+    score: str | None = setting(
+        "model.score", "The attention score to train with; see: normattn list."
     )
-    steps: int | None = option(None, setting="steps", min=1, help="Optimiser steps.")
-    length: int | None = option(
-        None, setting="model.train_length", min=2, help="Training length L, in tokens."
+    steps: int | None = setting("steps", "Optimiser steps.", min=1)
+    length: int | None = setting("model.train_length", "Training length L, in tokens.", min=2)
+    dim: int | None = setting("model.dim", "Width of the model.", min=1)
+    layers: int | None = setting("model.layers", "Blocks of the model.", min=1)
+    heads: int | None = setting("model.heads", "Query heads (block mha).", min=1)
+    placement: str | None = setting(
+        "model.placement",
+        "PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale, AttnRes or nGPT.",
     )
-    dim: int | None = option(None, setting="model.dim", min=1, help="Width of the model.")
-    layers: int | None = option(None, setting="model.layers", min=1, help="Blocks of the model.")
-    heads: int | None = option(None, setting="model.heads", min=1, help="Query heads (block mha).")
-    placement: str | None = option(
-        None,
-        setting="model.placement",
-        help="PreLN, PostLN, DeepNorm, ReZero, ReZeroNoNorm, FixedScale, AttnRes or nGPT.",
+    batch_size: int | None = setting("batch_size", "Sequences in a step.", min=1)
+    optimiser: str | None = setting("optimiser.name", "adamw, tiger or muon.")
+    lr: float | None = setting("optimiser.lr", "Peak learning rate.")
+    precision: str | None = setting("precision", "fp32, bf16 or fp16.")
+    seed: int | None = setting("seed", "Seed of weights, order and dropout.", min=0)
+    track: str | None = setting(
+        "track", "Log curves to tensorboard, trackio or wandb (needs the extra track)."
     )
-    batch_size: int | None = option(None, setting="batch_size", min=1, help="Sequences in a step.")
-    optimiser: str | None = option(None, setting="optimiser.name", help="adamw, tiger or muon.")
-    lr: float | None = option(None, setting="optimiser.lr", help="Peak learning rate.")
-    precision: str | None = option(None, setting="precision", help="fp32, bf16 or fp16.")
-    seed: int | None = option(
-        None, setting="seed", min=0, help="Seed of weights, order and dropout."
-    )
-    track: str | None = option(
-        None,
-        setting="track",
-        help="Log curves to tensorboard, trackio or wandb (needs the extra track).",
-    )
-    preset: str = option("laptop", help="Gives all other settings.")
+    preset: str = option("laptop", "Gives all other settings.")
     changes: dict[str, Any] | None = settings_option("Change any setting by its dotted name.")
     plan: bool = flag("--plan", "Print size and cost without training.")
-    nodes: int = option(1, min=1, help="Number of machines (with --plan --gpu).")
-    gpus_per_node: int = option(1, min=1, help="GPUs per machine (with --plan --gpu).")
+    nodes: int = option(1, "Number of machines (with --plan --gpu).", min=1)
+    gpus_per_node: int = option(1, "GPUs per machine (with --plan --gpu).", min=1)
     gpu: str | None = option(
-        None, help="Show memory and FLOPs per device: a100, h100, h200 or here (with --plan)."
+        None, "Show memory and FLOPs per device: a100, h100, h200 or here (with --plan)."
     )
 
 
@@ -136,9 +122,7 @@ class Evaluate:
     RUN/evaluations (of a study's run: RUN/evaluations/beside), the report to RUN/report.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn evaluate runs/kna` – the usual protocols, at 1, 2, 4 and 8 times its training length
 
 `normattn evaluate runs/kna --protocols by-position,retrieval --methods all --multiples 1,4,16,64`
@@ -150,24 +134,22 @@ every method that its score supports.
     run: Path = argument(help="The directory of a finished run.")
     methods: tuple[str, ...] = option(
         "unmodified",
+        "Inference-time methods, separated by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all.",
         read=names,
-        help="Inference-time methods, separated by commas: NTK, YaRN, ReRoPE, logn+, PI …; or all.",
     )
     protocols: tuple[str, ...] | None = option(
         None,
-        read=names,
-        help="Protocols, separated by commas: train-length, non-repeated, repeated, last-segment, "
+        "Protocols, separated by commas: train-length, non-repeated, repeated, last-segment, "
         "by-position, retrieval. [default: the first four]",
+        read=names,
     )
     multiples: tuple[int, ...] | None = option(
-        None, read=integers, help="Tested lengths in units of L. [default: 1,2,4,8]"
+        None, "Tested lengths in units of L. [default: 1,2,4,8]", read=integers
     )
-    max_windows: int = option(
-        128, min=1, help="Windows per length, at most; more narrow the intervals."
-    )
-    max_tokens: int = option(16384, min=1, help="Tokens per batch, at most; bounds the memory.")
-    seed: int = option(0, min=0, help="Chooses windows and repeated segments.")
-    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
+    max_windows: int = option(128, "Windows per length, at most; more narrow the intervals.", min=1)
+    max_tokens: int = option(16384, "Tokens per batch, at most; bounds the memory.", min=1)
+    seed: int = option(0, "Chooses windows and repeated segments.", min=0)
+    threads: int = option(1, "CPU threads of this process.", min=1, max=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +160,7 @@ class Generate:
     to the end of the longest answer; `YaRN(factor=8)` sets it.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn generate runs/kna --prompt "def main("` – greedy decoding
 
 `normattn generate runs/kna --file chapter.txt --method YaRN --max-new-tokens 500` – a prompt
@@ -192,18 +172,18 @@ Only the answers go to stdout; of several prompts, each after its prompt.
 """
 
     run: Path = argument(help="The directory of a finished run.")
-    prompt: list[str] | None = option(None, help="A prompt; may be repeated.")
-    file: list[Path] | None = option(None, help="A file with a prompt; may be repeated.")
-    method: str = option("unmodified", help="Inference-time method, e.g. YaRN.")
-    max_new_tokens: int = option(128, min=1, help="New tokens, at most.")
-    temperature: float = option(0.0, help="0 decodes greedily; above 0 samples.")
-    top_k: int | None = option(None, min=1, help="Sample from the K most likely tokens.")
+    prompt: list[str] | None = option(None, "A prompt; may be repeated.")
+    file: list[Path] | None = option(None, "A file with a prompt; may be repeated.")
+    method: str = option("unmodified", "Inference-time method, e.g. YaRN.")
+    max_new_tokens: int = option(128, "New tokens, at most.", min=1)
+    temperature: float = option(0.0, "0 decodes greedily; above 0 samples.")
+    top_k: int | None = option(None, "Sample from the K most likely tokens.", min=1)
     top_p: float | None = option(
-        None, help="Sample from the most likely tokens of this total probability."
+        None, "Sample from the most likely tokens of this total probability."
     )
-    stop: list[str] | None = option(None, help="Stop string; may be repeated.")
-    seed: int = option(0, min=0, help="Sampling seed; prompt r uses SEED + r.")
-    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
+    stop: list[str] | None = option(None, "Stop string; may be repeated.")
+    seed: int = option(0, "Sampling seed; prompt r uses SEED + r.", min=0)
+    threads: int = option(1, "CPU threads of this process.", min=1, max=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +194,7 @@ class Export:
     settings, steps, last loss and, for a causal model, a table of comparable evaluations.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn export runs/kna exported/kna --license apache-2.0` – model, tokeniser, model card
 
 In Python, `import normattn.hf` registers the model type, then
@@ -226,7 +204,7 @@ In Python, `import normattn.hf` registers the model type, then
     run: Path = argument(help="The directory of a finished run.")
     out: Path = argument(metavar="DIR", help="A new or empty directory.")
     licence: str | None = option(
-        None, "--license", help="Licence on the model card. [default: none]"
+        None, "Licence on the model card. [default: none]", flag="--license"
     )
 
 
@@ -241,9 +219,7 @@ class Inspect:
     measurements.parquet to OUT; `normattn report OUT` makes the report again.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn inspect runs/kna` – every layer and head, on held-out text of the training length
 
 `normattn inspect runs/kna --length 2048 --method YaRN` – past the training length, under a method
@@ -263,48 +239,47 @@ The columns are explained in the report, and in docs/diagnostics.md.
     )
     text: Path | None = option(
         None,
-        help="A text file, for a language model. [default: the run's held-out data; for a model of "
+        "A text file, for a language model. [default: the run's held-out data; for a model of "
         "transformers the standard library's source]",
     )
     method: str = option(
         "unmodified",
-        help="Inference-time method, also with parameters: 'YaRN(factor=4)'. Of a run, causal "
+        "Inference-time method, also with parameters: 'YaRN(factor=4)'. Of a run, causal "
         "language models only.",
     )
     length: int | None = option(
         None,
-        min=2,
-        help="Tokens per window or document. [default: the training length; for a model of "
+        "Tokens per window or document. [default: the training length; for a model of "
         "transformers 512]",
+        min=2,
     )
     windows: int | None = option(
         None,
+        "Windows, texts, pairs or images, at most. [default: 16; for a model of transformers 4]",
         min=1,
-        help="Windows, texts, pairs or images, at most. [default: 16; for a model of transformers "
-        "4]",
     )
-    bins: int = option(16, min=1, help="Number of position bins.")
+    bins: int = option(16, "Number of position bins.", min=1)
     cosines: bool = flag("--cosines", "Also measure the range of cos(q, k).")
     attention: str = option(
         "sharpest",
-        metavar="LAYER,HEAD",
-        help="Which head's attention among the first 64 tokens is drawn: LAYER,HEAD (from 0), or "
+        "Which head's attention among the first 64 tokens is drawn: LAYER,HEAD (from 0), or "
         "the sharpest.",
+        metavar="LAYER,HEAD",
     )
     out: Path | None = option(
         None,
-        help="Folder of the report and its measurements. [default: RUN/inspection; for a model of "
+        "Folder of the report and its measurements. [default: RUN/inspection; for a model of "
         "transformers runs/inspect-MODEL]",
     )
-    max_tokens: int = option(8192, min=1, help="Tokens per batch, at most; bounds the memory.")
-    seed: int = option(0, min=0, help="Chooses the windows.")
-    dtype: Literal["fp32", "bf16"] = option("fp32", help="Type of the weights; of a run, autocast.")
+    max_tokens: int = option(8192, "Tokens per batch, at most; bounds the memory.", min=1)
+    seed: int = option(0, "Chooses the windows.", min=0)
+    dtype: Literal["fp32", "bf16"] = option("fp32", "Type of the weights; of a run, autocast.")
     device: str | None = option(
         None,
-        help="auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "
+        "auto, cpu, cuda or cuda:N. [default: that of the run's training; for a model of "
         "transformers auto]",
     )
-    threads: int = option(1, min=1, max=1024, help="CPU threads of this process.")
+    threads: int = option(1, "CPU threads of this process.", min=1, max=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,9 +291,7 @@ class Report:
     label runs that were trained differently: LABEL=RUN.
     """
 
-    epilog: ClassVar[str] = """
-**Examples**
-
+    examples: ClassVar[str] = """
 `normattn report runs/kna runs/baseline --out runs/report`
 
 `normattn report wide=runs/a narrow=runs/b --out runs/widths` – two training runs of one score
@@ -335,7 +308,7 @@ class Report:
         help="Runs, directories with runs below them, or a folder with measurements.parquet. "
         "LABEL names a run in the tables.",
     )
-    out: Path | None = option(None, help="Folder of the report. [default: the first RUN]")
+    out: Path | None = option(None, "Folder of the report. [default: the first RUN]")
     study: str | None = option(
-        None, help="The FILE.py of your own study. [default: the study named in RUN]"
+        None, "The FILE.py of your own study. [default: the study named in RUN]"
     )

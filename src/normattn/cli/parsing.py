@@ -1,7 +1,4 @@
-"""Options of the command line as dataclass fields, their values, and checks.
-
-An option is declared once, as a field. `--help`, the parser and the command's function use it.
-"""
+"""Options of the command line as dataclass fields, from which `--help` and the parser are made."""
 
 from __future__ import annotations
 
@@ -24,51 +21,48 @@ MAX_SEEDS = 100
 
 
 def option(
-    default: Any = ...,
-    *flags: str,
+    default: Any,
+    help: str = "",
+    *,
+    flag: str | None = None,
     read: Callable[[Any, str], Any] | None = None,
     typed: Any = str | None,
     setting: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return a dataclass field that is an option; required without a default.
+    """Return a dataclass field that is an option; required where the default is `...`.
 
-    `flags` replace the option's name, `kwargs` are those of `typer.Option`. `read(text, name)`
-    converts what was typed (of type `typed`) to the field's value. `setting` is the dotted name of
-    the setting that the option sets (see `settings`).
+    `flag` replaces the option's name, `kwargs` are those of `typer.Option`. `read(text, name)`
+    converts what was typed (of type `typed`) to the field's value.
     """
-    info = typer.Option(default, *flags, **kwargs)
-    return _field(info, default, {"read": read, "typed": typed, "setting": setting})
-
-
-def settings_option(help: str) -> Any:
-    """Return a field for `--set KEY=VALUE`, which may be repeated; None if absent."""
-    return option(
-        None,
-        "--set",
-        read=assignments,
-        typed=list[str] | None,
-        metavar="KEY=VALUE",
-        help=help,
-    )
-
-
-def flag(name: str, help: str) -> Any:
-    """Return a field that is True if the option `name` is given."""
-    return option(False, name, help=help)
-
-
-def argument(default: Any = ..., **kwargs: Any) -> Any:
-    """Return a field for a positional argument; `kwargs` are those of `typer.Argument`."""
-    return _field(typer.Argument(default, **kwargs), default, {})
-
-
-def _field(info: Any, default: Any, metadata: dict[str, Any]) -> Any:
-    metadata, read = {"info": info, **metadata}, metadata.get("read")
+    info = typer.Option(default, *([flag] if flag else []), help=help or None, **kwargs)
+    metadata = {"info": info, "read": read, "typed": typed, "setting": setting}
     if default is ...:
         return dataclasses.field(metadata=metadata)
     value = default if read is None or default is None else read(default, "the default")
     return dataclasses.field(default=value, metadata=metadata)
+
+
+def setting(name: str, help: str, **kwargs: Any) -> Any:
+    """Return a field for an option that sets the dotted setting `name` (see `settings`)."""
+    return option(None, help, setting=name, **kwargs)
+
+
+def settings_option(help: str) -> Any:
+    """Return a field for `--set KEY=VALUE`, which may be repeated; None if absent."""
+    typed = list[str] | None
+    return option(None, help, flag="--set", read=assignments, typed=typed, metavar="KEY=VALUE")
+
+
+def flag(name: str, help: str) -> Any:
+    """Return a field that is True if the option `name` is given."""
+    return option(False, help, flag=name)
+
+
+def argument(default: Any = dataclasses.MISSING, **kwargs: Any) -> Any:
+    """Return a field for a positional argument; `kwargs` are those of `typer.Argument`."""
+    info = typer.Argument(... if default is dataclasses.MISSING else default, **kwargs)
+    return dataclasses.field(default=default, metadata={"info": info})
 
 
 def settings(options: Any) -> dict[str, Any]:
@@ -90,40 +84,35 @@ def settings(options: Any) -> dict[str, Any]:
 def make_command(
     options_class: type[Any], run: Callable[[Any], int | None]
 ) -> Callable[..., int | None]:
-    """Return the typer command that calls `run` with a dataclass of options.
-
-    Its parameters are the fields of the dataclass, its help is the docstring.
-    """
+    """Return the typer command of a dataclass of options, which it passes to `run`."""
     fields, hints = dataclasses.fields(options_class), get_type_hints(options_class)
 
     def command(**typed: Any) -> int | None:
-        values = {field.name: _value(field, typed[field.name]) for field in fields}
+        values = {}
+        for field in fields:
+            value = typed[field.name]
+            read, flags = field.metadata.get("read"), field.metadata["info"].param_decls
+            if read is not None and value is not None:
+                value = read(value, flags[0] if flags else f"--{field.name.replace('_', '-')}")
+            elif isinstance(value, list):
+                value = [expand_path(item) if isinstance(item, Path) else item for item in value]
+            elif isinstance(value, Path):
+                value = expand_path(value)
+            values[field.name] = value
         return run(options_class(**values))
 
     command.__doc__ = options_class.__doc__
-    parameters = []
-    for field in fields:
-        read = field.metadata.get("read")
-        annotation = field.metadata["typed"] if read else hints[field.name]
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.metadata["info"],
-                annotation=annotation,
-            )
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.metadata["info"],
+            annotation=field.metadata["typed"] if field.metadata.get("read") else hints[field.name],
         )
+        for field in fields
+    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
-
-
-def _value(field: dataclasses.Field[Any], typed: Any) -> Any:
-    read, flags = field.metadata.get("read"), field.metadata["info"].param_decls
-    if read is not None and typed is not None:
-        return read(typed, flags[0] if flags else f"--{field.name.replace('_', '-')}")
-    if isinstance(typed, list):
-        return [expand_path(item) if isinstance(item, Path) else item for item in typed]
-    return expand_path(typed) if isinstance(typed, Path) else typed
 
 
 class CheckedCommand(TyperCommand):

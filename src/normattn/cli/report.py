@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +36,8 @@ class Content(NamedTuple):
 def report_folders(options: Report) -> None:
     """Write the report of folders, each RUN or LABEL=RUN, into `out` (default: the first).
 
-    The measurements of a sweep are collected again. A folder without runs uses its
-    measurements.parquet, and the study named there or `options.study`. Several folders of `extend`
-    are compared. For runs, each label is a row. Raises `InputError` if there is nothing to report.
+    The measurements of a sweep are collected again; a folder without runs uses its
+    measurements.parquet, and the study named there or `options.study`.
     """
     labelled = [split_label(text) for text in options.runs]
     folders = [folder for _, folder in labelled]
@@ -52,17 +50,38 @@ def report_folders(options: Report) -> None:
         content = _study_content(folders, out, options.study)
     if content is None:
         content = Content(find_typed(options.study or READING), {}, measured_of_runs(labelled))
-    with _explain_bad_measurements(folders, content.study):
-        written = content.study.report(content.measured, out, dict(content.config))
+    study = content.study
+    try:
+        written = study.report(content.measured, out, dict(content.config))
+    except NormattnError:
+        raise
+    except (LookupError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
+        # A file with a correct digest may still have labels and numbers that no study wrote. In a
+        # custom study, these are bugs in its code.
+        if study.source is not None:
+            raise
+        raise InputError(
+            f"{', '.join(map(str, folders))} does not hold the measurements that a report of "
+            f"{study.name} is made of: {type(error).__name__}: {error}"
+        ) from error
     print_report(out, written)
 
 
 def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Content | None:
-    """Return the content of a study's folder, or of several of `extend`; None for runs."""
+    """Return the content of a study's folder, or of several of `extend`; None for runs.
+
+    Settings and corpora are copied to `out`, so that it is a folder of the study.
+    """
     if len(folders) == 1:
-        content = _content(folders[0], study)
-        if content is not None:
-            _copy_settings(folders[0], content.config, out)
+        source, content = folders[0], _content(folders[0], study)
+        if content is not None and content.config and out.resolve() != source.resolve():
+            settings = out / "config.json"
+            if settings.exists() and _configuration(out)[0] != content.config:
+                raise InputError(
+                    f"{settings} holds other settings than {source}: give another --out"
+                )
+            write_json(settings, read_object(source / "config.json"))
+            write_corpora(source, out)
         return content
     if all(_configuration(folder)[1] == EXTEND for folder in folders):
         if study is not None:
@@ -79,26 +98,6 @@ def _study_content(folders: Sequence[Path], out: Path, study: str | None) -> Con
     return None
 
 
-@contextmanager
-def _explain_bad_measurements(folders: Sequence[Path], study: Study) -> Iterator[None]:
-    """Turn errors of a library study into `InputError`, because the measurements must be invalid.
-
-    A file with a correct digest may still have labels and numbers that no study wrote. Errors of a
-    custom study are bugs in its code, and pass.
-    """
-    try:
-        yield
-    except NormattnError:
-        raise
-    except (LookupError, ValueError, ArithmeticError, pl.exceptions.PolarsError) as error:
-        if study.source is not None:
-            raise
-        raise InputError(
-            f"{', '.join(map(str, folders))} does not hold the measurements that a report of "
-            f"{study.name} is made of: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _content(folder: Path, study_name: str | None) -> Content | None:
     """Return the content of a study's folder; None for a folder of runs."""
     config, kind = _configuration(folder)
@@ -106,7 +105,17 @@ def _content(folder: Path, study_name: str | None) -> Content | None:
     if kind is not None and (folder / "jobs").is_dir():
         study = find_typed(study_name) if study_name else _registered(kind, folder / "config.json")
         measured = study.measurements(folder)
-        _warn_of_unfinished(study, folder)
+        unfinished = [
+            f"{paths.run.parent.name} {paths.run.name}"
+            for paths in RunPaths.below(folder)
+            if not paths.diverged.exists()
+            and not all(stage.is_done() for stage in read_run(paths.settings, study).stages(paths))
+        ]
+        if unfinished:
+            warn(
+                f"normattn: of {folder} not finished, and shown as far as measured: "
+                f"{', '.join(unfinished)}"
+            )
     elif kind in COMMAND_STUDIES and not file.is_file():
         raise InputError(
             f"{folder} holds measurements of {kind} without a report: run its command again, "
@@ -151,20 +160,6 @@ def _registered(name: str, source: Path) -> Study:
         raise InputError(f"{source}: {error} (--study FILE.py)") from error
 
 
-def _warn_of_unfinished(study: Study, folder: Path) -> None:
-    """Warn of runs whose measurements are not complete."""
-    names = [
-        f"{paths.run.parent.name} {paths.run.name}"
-        for paths in RunPaths.below(folder)
-        if not paths.diverged.exists()
-        and not all(stage.is_done() for stage in read_run(paths.settings, study).stages(paths))
-    ]
-    if names:
-        warn(
-            f"normattn: of {folder} not finished, and shown as far as measured: {', '.join(names)}"
-        )
-
-
 def _gallery(folders: Sequence[Path], out: Path) -> Content:
     """Return the joint content of several folders of `extend`; write their settings to `out`."""
     if out.resolve() in {folder.resolve() for folder in folders}:
@@ -177,14 +172,3 @@ def _gallery(folders: Sequence[Path], out: Path) -> Content:
         raise InputError(f"{out / 'config.json'} belongs to {kind}: give another --out")
     write_json(out / "config.json", {"format": FORMAT, "kind": name, "config": config})
     return Content(extend.GALLERY, config, measured)
-
-
-def _copy_settings(source: Path, config: Mapping[str, Any], out: Path) -> None:
-    """Copy settings and corpora to `out`, so that it is a folder of the study."""
-    settings = out / "config.json"
-    if not config or out.resolve() == source.resolve():
-        return
-    if settings.exists() and _configuration(out)[0] != config:
-        raise InputError(f"{settings} holds other settings than {source}: give another --out")
-    write_json(settings, read_object(source / "config.json"))
-    write_corpora(source, out)

@@ -1,12 +1,12 @@
 """A report of single runs: a row for each label, compared on the text windows that they share.
 
-Runs of one label count as its seeds and are averaged, so they must be trained alike. Other runs
-need labels, as in `normattn report wide=runs/a narrow=runs/b`.
+Runs of one label are averaged as its seeds, so they must be trained alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from normattn.errors import InputError
 from normattn.lab.runs import RunDirectory, read_status
 from normattn.lab.stats import concat, read_measurements
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
-from normattn.lab.stats.measurements import FACTOR, Factor, Identity, diverged
+from normattn.lab.stats.measurements import FACTOR, Factor, diverged
 from normattn.lab.studies.language import standalone_store
 from normattn.lab.studies.reading import KIND, SEPARATE_TABLES
 from normattn.lab.sweep.collect import history, training_identity
@@ -53,9 +53,8 @@ def runs_below(folder: Path) -> list[Path]:
 def measured_of_runs(folders: Sequence[tuple[str | None, Path]]) -> pl.DataFrame:
     """The measurements of every run at or below these folders, with loss curves and divergences.
 
-    Measurements on text windows that most runs do not share are left out, with a warning on stderr.
-    Raises `InputError` where nothing was measured, where runs of one row were trained differently
-    or twice, and where evaluations of a run cannot be compared.
+    Measurements on text windows that most runs do not share are left out, with a warning. Raises
+    `InputError` for runs of one row that were trained differently or twice.
     """
     runs = dict.fromkeys((run, label) for label, folder in folders for run in runs_below(folder))
     measured = concat(_labelled(run, label) for run, label in runs)
@@ -84,35 +83,28 @@ def _evaluated(measured: pl.DataFrame) -> pl.DataFrame:
 
 
 def _labelled(run: Path, label: str | None) -> pl.DataFrame:
-    """The measurements of a run, under its label if it has one."""
+    """The measurements of a run under its label, if it has one, with those of its training."""
     # Of a study's run only standalone evaluations: the study's own records have other rows.
     standalone = standalone_store(run)
     measured = standalone.frame() if len(standalone) else read_measurements(run)
     step = f"{FACTOR}step"
     if step in measured:  # of several measured steps only the last
         measured = measured.filter(pl.col(step) == pl.col(step).max())
-    factors = {
+    factors: dict[str, Factor] = {
         name.removeprefix(FACTOR): measured[name][0]
         for name in measured.columns
         if name.startswith(FACTOR) and measured[name].n_unique() == 1
     }
-    frame = concat([measured, *_training(run, factors)]).with_columns(pl.lit(str(run)).alias(RUN))
+    frames, config = [measured], _language_model(run)
+    if config is not None:
+        score, status = config.model.score, read_status(run)
+        training = training_identity(score.variant_name, config.seed, factors)
+        frames.append(history(run, training))
+        if status is not None and status.state == "diverged":
+            ended = replace(training, score=str(score), split="test")
+            frames.append(diverged(ended, status.step, status.where))
+    frame = concat(frames).with_columns(pl.lit(str(run)).alias(RUN))
     return frame if label is None else frame.with_columns(row=pl.lit(label))
-
-
-def _training(run: Path, factors: Mapping[str, Factor]) -> list[pl.DataFrame]:
-    """The loss curve of a language model's run, and where it diverged, if it did."""
-    config = _language_model(run)
-    if config is None:
-        return []
-    name = config.model.score.variant_name
-    frames = [history(run, training_identity(name, config.seed, factors))]
-    status = read_status(run)
-    if status is not None and status.state == "diverged":
-        score = str(config.model.score)
-        whose = Identity("", name, score, config.seed, "training", factors=factors)
-        frames.append(diverged(whose, status.step, status.where))
-    return frames
 
 
 def _language_model(run: Path) -> TrainingConfig | None:
@@ -137,12 +129,16 @@ def _first_conflict(
 
 def _refuse_other_trainings(measured: pl.DataFrame) -> None:
     """Raise `InputError` where runs of one row differ in a setting, or are the same training."""
-    rows = measured.group_by("row", maintain_order=True).agg(
-        pl.col(RUN).unique(maintain_order=True)
-    )
-    for row, (first, *others) in rows.rows():
+
+    def settings(run: str) -> dict[str, Any]:
+        config = _language_model(Path(run))
+        stored: dict[str, Any] = RunDirectory.existing(Path(run)).config
+        return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
+
+    rows = measured.group_by("row", maintain_order=True)
+    for row, (first, *others) in rows.agg(pl.col(RUN).unique(maintain_order=True)).rows():
         for run in others:
-            different = _difference(Path(first), Path(run))
+            different = first_difference(settings(first), settings(run), _ALIKE)
             if different is not None:
                 name, value, other_value = different
                 raise InputError(
@@ -158,22 +154,10 @@ def _refuse_other_trainings(measured: pl.DataFrame) -> None:
         )
 
 
-def _difference(first: Path, second: Path) -> tuple[str, str, str] | None:
-    """The first setting in which two trainings differ, with its two values."""
-    return first_difference(_settings(first), _settings(second), _ALIKE)
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    config = _language_model(run)
-    stored: dict[str, Any] = RunDirectory.existing(run).config
-    return dict(sorted((stored if config is None else config.model_dump(mode="json")).items()))
-
-
 def _refuse_mixed(measured: pl.DataFrame) -> None:
     """Raise `InputError` where one row would hold evaluations that cannot be compared.
 
-    They have different scores (YaRN by 4 and by 8) or different tokens: another longest context or
-    number of windows changes the last segments, and with them the losses.
+    They have different scores, or other last segments through other lengths or windows.
     """
     separate = pl.col("protocol").is_in(SEPARATE_TABLES)
     table = pl.when(separate).then("protocol").otherwise(pl.lit(""))

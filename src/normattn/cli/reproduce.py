@@ -1,7 +1,4 @@
-"""`normattn reproduce STUDY`: run a published experiment, from data to report.
-
-Every study is a sub-command.
-"""
+"""`normattn reproduce STUDY`: run a published experiment, from data to report."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from normattn.cli.parsing import (
     names,
     option,
     seeds,
+    setting,
     settings,
     settings_option,
 )
@@ -35,31 +33,30 @@ class ReproduceOptions:
     """The options of every study. The study defines the help of `variants` and `methods`."""
 
     preset: str = option(
-        "laptop", help="Settings of the training runs: smoke, laptop, …, or your own TOML file."
+        "laptop", "Settings of the training runs: smoke, laptop, …, or your own TOML file."
     )
     variants: tuple[str, ...] | None = option(None, read=names)
     methods: tuple[str, ...] | None = option(None, read=names)
     seeds: tuple[int, ...] | None = option(
         None,
+        "How many seeds (3: 0, 1, 2) or which (7,8; for one: 7,). [default: the preset's]",
         read=seeds,
-        help="How many seeds (3: 0, 1, 2) or which (7,8; for one: 7,). [default: the preset's]",
     )
     jobs: int | None = option(
         None,
-        min=1,
-        help="Runs at a time; changes no result. [default: one per GPU, or one per core; under a "
+        "Runs at a time; changes no result. [default: one per GPU, or one per core; under a "
         "scheduler all]",
+        min=1,
     )
     launcher: str = option(
         "local",
+        "Where runs are executed; changes no result. Settings: --set launcher.partition=gpu.",
         metavar="local|slurm|ray",
-        help="Where runs are executed; changes no result. Settings: --set launcher.partition=gpu.",
     )
-    out: Path | None = option(None, help="Folder of runs and report. [default: runs/STUDY-PRESET]")
-    corpus: str | None = option(
-        None,
-        setting="training.data.corpus",
-        help="Another corpus: a file, a folder or hf:NAME. [default: the preset's]",
+    out: Path | None = option(None, "Folder of runs and report. [default: runs/STUDY-PRESET]")
+    corpus: str | None = setting(
+        "training.data.corpus",
+        "Another corpus: a file, a folder or hf:NAME. [default: the preset's]",
     )
     changes: dict[str, Any] | None = settings_option("Change any setting, e.g. training.steps=100.")
     plan: bool = flag("--plan", "Print the plan and exit.")
@@ -103,11 +100,13 @@ def _group() -> None:
 
 def _command(study: Study) -> Any:
     def run(options: ReproduceOptions) -> None:
-        from normattn.lab.sweep import clusters, launchers
+        from normattn.lab.sweep.clusters import launcher
         from normattn.lab.sweep.run import Request
         from normattn.lab.sweep.runner import reproduce
 
-        launcher_settings, changes = launchers.split_changes(settings(options))
+        given, prefix = settings(options), "launcher."
+        own = {name.removeprefix(prefix): given[name] for name in given if name.startswith(prefix)}
+        changes = {name: given[name] for name in given if not name.startswith(prefix)}
         if options.seeds is not None and "seeds" in changes:
             raise InputError("seeds is given both as an option and by --set")
         request = Request(
@@ -116,15 +115,20 @@ def _command(study: Study) -> Any:
             methods=options.methods,
             seeds=options.seeds,
             jobs=options.jobs,
-            launcher=clusters.launcher(options.launcher, launcher_settings),
+            launcher=launcher(options.launcher, own),
             out=options.out,
             changes=changes,
         )
         if reproduce(study, request, only_plan=options.plan):
             raise typer.Exit(2)
 
+    examples = [
+        f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {description}"
+        for arguments, description in study.examples
+    ]
+    epilog = "\n\n".join(("**Examples**", *examples, RESUMES))
     group = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-    group.command(study.name, help=study.help, epilog=_epilog(study), cls=CheckedCommand)(
+    group.command(study.name, help=study.help, epilog=epilog, cls=CheckedCommand)(
         make_command(ReproduceOptions, run)
     )
     command = typer.main.get_command(group)
@@ -133,11 +137,3 @@ def _command(study: Study) -> Any:
             parameter.help = getattr(study, parameter.name)
             parameter.hidden = not parameter.help
     return command
-
-
-def _epilog(study: Study) -> str:
-    lines = [
-        f"`normattn reproduce {study.name} {arguments}`".replace(" `", "`") + f" – {description}"
-        for arguments, description in study.examples
-    ]
-    return "\n\n".join(("**Examples**", *lines, RESUMES))

@@ -21,15 +21,20 @@ from normattn.terminal import Console
 
 
 def train_or_plan(options: Train) -> None:
-    """Train or resume a run in `options.out`; with `--plan` print its size and cost.
-
-    Raises `InputError` for bad settings, and for a plan's options without a plan.
-    """
+    """Train or resume a run in `options.out`; with `--plan` print its size and cost."""
     config = TrainingConfig.parse(_merge_settings(options), "training settings")
     machines = (options.nodes, options.gpus_per_node)
     if (options.gpu is None and machines != (1, 1)) or (options.gpu and not options.plan):
         raise InputError("--nodes, --gpus-per-node and --gpu need --plan, the first two --gpu")
-    lines = [*config.data.plan_notes(), *_describe(config)]
+    model, length = config.model, config.model.train_length
+    tokens, flops = config.steps * config.batch_size * length, flops_per_token(model, length)
+    lines = [
+        *config.data.plan_notes(),
+        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
+        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token",
+        f"{config.steps:,} steps of {config.batch_size} sequences of {length} tokens: "
+        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs",
+    ]
     if options.plan and options.gpu is not None:
         lines.append(describe_plan(config, config.cost(), options.gpu, *machines))
     # Under torchrun only the first process prints.
@@ -45,30 +50,16 @@ def train_or_plan(options: Train) -> None:
 
 
 def _merge_settings(options: Train) -> dict[str, Any]:
-    """Merge the settings of the preset, the file, and options and --set; later ones win."""
+    """Merge the settings of the preset, the file, and options and --set; later ones win.
+
+    The preset's warm-up is scaled for a run shorter than it, unless a warm-up is set.
+    """
     layers = [] if options.config is None else [read_settings(options.config)]
     layers.append(settings(options))
     preset, changes = presets.load(options.preset).training, merged({}, *layers)
-    return presets.overridden(preset, *layers, _short_warmup(preset, changes))
-
-
-def _short_warmup(preset: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Scale the preset's warm-up for a run shorter than it, unless a warm-up is set."""
     name, preset_steps, steps = "schedule.warmup_steps", preset.get("steps"), changes.get("steps")
     warmup = value_at(preset, name)
     valid = all(isinstance(number, int) for number in (warmup, preset_steps, steps))
-    if value_at(changes, name) is not None or not valid:
-        return {}
-    return {name: warmup * steps // preset_steps} if steps < warmup else {}
-
-
-def _describe(config: TrainingConfig) -> list[str]:
-    model = config.model
-    tokens = config.steps * config.batch_size * model.train_length
-    flops = flops_per_token(model, model.train_length)
-    return [
-        f"{model.score.name}: {parameter_count(model):,} parameters, {model.layers} layers of "
-        f"width {model.dim}, {flops.training:,.0f} FLOPs per trained token",
-        f"{config.steps:,} steps of {config.batch_size} sequences of {model.train_length} tokens: "
-        f"{tokens:,} tokens, {tokens * flops.training:.2g} FLOPs",
-    ]
+    if valid and value_at(changes, name) is None and steps < warmup:
+        layers.append({name: warmup * steps // preset_steps})
+    return presets.overridden(preset, *layers)

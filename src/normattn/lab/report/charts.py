@@ -1,7 +1,4 @@
-"""Draw each figure as a Vega-Lite chart with Altair, for report.html and for PNG files.
-
-Import this module only to draw, as importing Altair takes a second.
-"""
+"""Draw figures as Vega-Lite charts, for report.html and PNG files. Altair is slow to import."""
 
 from __future__ import annotations
 
@@ -14,16 +11,7 @@ from typing import Any
 
 import altair as alt
 
-from normattn.lab.report.figures import (
-    Curves,
-    Figure,
-    Grid,
-    IntervalColumn,
-    Intervals,
-    Line,
-    Panel,
-    Point,
-)
+from normattn.lab.report.figures import Curves, Figure, Grid, Intervals, Line, Panel, Point
 from normattn.lab.stats import Estimate
 
 COLOURS = (
@@ -113,7 +101,7 @@ def _curves(figure: Curves) -> Any:
     # Name the view of the selection, as Altair's default names count all views of the process.
     charts[0].layer[0].name = "first"
     charts[0] = charts[0].add_params(selection)  # other panels refer to it by name
-    return alt.concat(*charts, columns=columns, title=_above_panels(figure.title))
+    return alt.concat(*charts, columns=columns, title=alt.Title(_wrapped(figure.title), offset=14))
 
 
 def _legend(channel: Any, lines: Mapping[str, Line], values: Sequence[Any]) -> Any:
@@ -212,10 +200,7 @@ def _x_axis(panel: Panel, values: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _limits(lines: Sequence[Line], log: bool) -> tuple[float, float]:
-    """The limits of the y axis, from all values and the intervals that are not too wide (`WIDE`).
-
-    The first two points of a long line may be outside, as starts are extreme.
-    """
+    """The limits of the y axis, from values and intervals up to `WIDE`, without extreme starts."""
     points = [
         point
         for line in lines
@@ -252,38 +237,26 @@ def _intervals(figure: Intervals) -> Any:
         scale = alt.Scale(type="symlog", constant=figure.symlog, domain=[min(ends), max(ends)])
     charts = []
     for number, column in enumerate(columns):
-        axis = alt.Undefined if number == 0 else alt.Axis(labels=False, ticks=False)
-        y = alt.Y("row:N", sort=order, title=None, axis=axis)
-        charts.append(
-            _interval_column(column, figure.rows, y, scale).properties(
-                width=300 if len(columns) <= 2 else 180,
-                height=ROW_HEIGHT * len(order),
-                title=_wrapped(column.title, 34),
-            )
-        )
-    return alt.hconcat(*charts, title=_above_panels(figure.title))
-
-
-def _interval_column(column: IntervalColumn, rows: Sequence[str], y: Any, scale: Any) -> Any:
-    values = [
-        {"row": row, **_ends(value)}
-        for row, value in zip(rows, column.values, strict=True)
-        if value is not None
-    ]
-    base, axis = _data(values).encode(y=y), alt.Axis(tickCount=4)
-    layers: list[Any] = [
-        base.mark_rule(color=COLOURS[2], opacity=0.55, strokeWidth=2).encode(
-            x=alt.X("low:Q", title=None, scale=scale, axis=axis), x2="high:Q"
-        ),
-        base.mark_point(filled=True, size=45, color=COLOURS[2], opacity=1).encode(
-            x=alt.X("value:Q", title=None, scale=scale, axis=axis),
-            tooltip=[alt.Tooltip("row:N", title="row"), *_TOOLTIPS],
-        ),
-    ]
-    if column.zero:
-        zero = _data([{"zero": 0}]).mark_rule(color="#404040")
-        layers.insert(0, zero.encode(x=alt.X("zero:Q", scale=scale)))
-    return alt.layer(*layers)
+        cells = zip(figure.rows, column.values, strict=True)
+        data = _data([{"row": row, **_ends(value)} for row, value in cells if value is not None])
+        labels = alt.Undefined if number == 0 else alt.Axis(labels=False, ticks=False)
+        base = data.encode(y=alt.Y("row:N", sort=order, title=None, axis=labels))
+        x: dict[str, Any] = {"title": None, "scale": scale, "axis": alt.Axis(tickCount=4)}
+        layers: list[Any] = [
+            base.mark_rule(color=COLOURS[2], opacity=0.55, strokeWidth=2).encode(
+                x=alt.X("low:Q", **x), x2="high:Q"
+            ),
+            base.mark_point(filled=True, size=45, color=COLOURS[2], opacity=1).encode(
+                x=alt.X("value:Q", **x), tooltip=[alt.Tooltip("row:N", title="row"), *_TOOLTIPS]
+            ),
+        ]
+        if column.zero:
+            zero = _data([{"zero": 0}]).mark_rule(color="#404040")
+            layers.insert(0, zero.encode(x=alt.X("zero:Q", scale=scale)))
+        width = 300 if len(columns) <= 2 else 180
+        size = {"width": width, "height": ROW_HEIGHT * len(order)}
+        charts.append(alt.layer(*layers).properties(**size, title=_wrapped(column.title, 34)))
+    return alt.hconcat(*charts, title=alt.Title(_wrapped(figure.title), offset=14))
 
 
 # Grids
@@ -334,10 +307,6 @@ def _grid(figure: Grid) -> Any:
 
 def _wrapped(text: str, width: int = TITLE_WIDTH) -> list[str] | str:
     return textwrap.wrap(text, width) or ""
-
-
-def _above_panels(text: str) -> Any:
-    return alt.Title(_wrapped(text), offset=14)
 
 
 def _data(values: Sequence[Any]) -> Any:

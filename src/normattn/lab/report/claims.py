@@ -1,14 +1,9 @@
 """Claims: a source's sentence, the contrast that tests it, and a verdict.
 
-The verdicts:
-
-- *confirmed*: the difference has the claimed sign, and its p is at most α = 1 − the confidence
-  level, corrected for all claims of the report (Holm).
-- *contradicted*: the same with the opposite sign.
-- *inconclusive*: fewer than three seeds on a side, no interval, or a smallest detectable effect
-  above `matters`.
-- *differs (size unclear)*: see below.
-- *not confirmed*: none of these.
+A claim is *confirmed* where the difference has the claimed sign, and its p is at most α = 1 − the
+confidence level, corrected for all claims of the report (Holm); *contradicted* with the opposite
+sign; *inconclusive* with fewer than three seeds on a side, no interval, or a smallest detectable
+effect above `matters`; else *not confirmed*.
 
 A claim of no loss ("as good as", "gains nothing") has a margin m, as a test of non-inferiority. It
 is *confirmed* where the difference is certainly not beyond m on the wrong side of 0, *contradicted*
@@ -31,8 +26,6 @@ from normattn.lab.stats.estimate import LEVEL
 SEEDS = FEW_SEEDS
 """The fewest trainings on each side for a verdict on a score."""
 ALPHA = 1 - LEVEL
-LEAST_P = 0.001
-"""The smallest p that is shown as a number."""
 
 Verdict = Literal[
     "confirmed", "contradicted", "differs (size unclear)", "not confirmed", "inconclusive"
@@ -94,26 +87,18 @@ class Finding:
     @property
     def size(self) -> str:
         """The difference as text."""
-        interval = self.claim.test is None or self.difference.low is not None
-        return format_estimate(self.difference, self._digits, signed=True, interval=interval)
-
-    @property
-    def _digits(self) -> int:
-        if self.claim.digits is not None:
-            return self.claim.digits
-        return self.claim.metric.digits if self.claim.metric else 2
+        claim, digits = self.claim, self.claim.digits
+        if digits is None:
+            digits = claim.metric.digits if claim.metric else 2
+        interval = claim.test is None or self.difference.low is not None
+        return format_estimate(self.difference, digits, signed=True, interval=interval)
 
     @property
     def probability(self) -> str:
         """The p value as text, with three digits and never rounded to 0."""
         if self.p is None:
             return "–"
-        return f"{self.p:.3f}" if self.p >= LEAST_P else f"<{LEAST_P}"
-
-    @property
-    def decided(self) -> str:
-        """The verdict with its remark, in Markdown."""
-        return f"**{self.verdict}**" + (f" ({self.remark})" if self.remark else "")
+        return f"{self.p:.3f}" if self.p >= 0.001 else "<0.001"
 
     @property
     def remark(self) -> str:
@@ -165,8 +150,7 @@ def decide(claims: Sequence[Claim], view: View) -> list[Finding]:
     adjusted = iter(holm([p for sides in hypotheses for _, p in sides], groups))
     findings = []
     for (claim, estimate), sides in zip(measured, hypotheses, strict=True):
-        corrected = [(verdict, next(adjusted)) for verdict, _ in sides]
-        p, verdict = _verdict(claim, estimate, corrected)
+        p, verdict = _verdict(claim, estimate, [(side, next(adjusted)) for side, _ in sides])
         findings.append(Finding(claim, estimate, p, verdict, tuple(sides)))
     return findings
 

@@ -1,8 +1,4 @@
-"""Figures as values: their numbers and titles, before anything is drawn.
-
-The kinds are `Curves` (lines with bands), `Intervals` (a value with its interval for each row) and
-`Grid` (coloured cells with numbers). `charts` draws them, for report.html and as images.
-"""
+"""Figures as values, which `charts` draws: `Curves` (lines with bands), `Intervals` and `Grid`."""
 
 from __future__ import annotations
 

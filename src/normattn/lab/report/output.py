@@ -1,12 +1,7 @@
-"""Write the files of a report.
+"""Write the files of a report; equal contexts give equal bytes.
 
-- `report.html`: for reading. It is self-contained, with the Vega code that draws its figures, and
-  needs no network.
-- `table.md`: the main columns, for a repository.
-- `table.json`, and a CSV for each table: for programs.
-- `measurements.parquet`: for regenerating all of them.
-
-Equal contexts give equal bytes.
+`report.html` is self-contained and needs no network. `table.md` has the main columns, `table.json`
+and a CSV for each table are for programs, and `measurements.parquet` makes all of them again.
 """
 
 from __future__ import annotations
@@ -14,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import polars as pl
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,8 +27,6 @@ from normattn.lab.stats import measurements
 
 FIGURES = "figures"
 UNTESTED = "not tested"
-VEGA_SNIPPET = "window.vegaEmbed = vegaEmbed;"
-"""Makes the bundled Vega code available to the scripts of the report."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +50,18 @@ def write_page(page: PageContext, out: Path, measured: pl.DataFrame | None = Non
     texts[out / "table.md"], texts[out / "table.json"] = page_markdown(page), page_json(page)
     texts[out / "report.html"] = page_html(page)
     images = {out / FIGURES / f"{f.name}.png": charts.png(f) for f in page.figures}
-    for outdated in _earlier_files(out) - texts.keys() - images.keys():
+    earlier = set[Path]()
+    with suppress(OSError, ValueError, KeyError, TypeError):  # table.json names its tables
+        tables = json.loads((out / "table.json").read_text("utf-8"))["tables"]
+        files = [out / f"{key}.csv" for key in tables]
+        earlier = {*(f for f in files if f.parent == out), *(out / FIGURES).glob("*.png")}
+    for outdated in earlier - texts.keys() - images.keys():
         outdated.unlink(missing_ok=True)
     for path, text in texts.items():
         write_text(path, text)
     for path, image in images.items():
         write_bytes(path, image)
     return Written(page.summary, tuple(images))
-
-
-def _earlier_files(out: Path) -> set[Path]:
-    """The files of an earlier report: the tables that table.json names, and the figures."""
-    try:
-        tables = json.loads((out / "table.json").read_text("utf-8"))["tables"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-    files = (out / f"{key}.csv" for key in tables)
-    return {*(file for file in files if file.parent == out), *(out / FIGURES).glob("*.png")}
 
 
 def page_markdown(page: PageContext) -> str:
@@ -97,19 +86,16 @@ def _claims_table(findings: Sequence[Finding], key: str, title: str = "") -> Fil
     """A table of claims with verdicts, or with remarks where the verdict is the title."""
     names = ["claim", "difference", "p", "seeds", "remark" if title else "verdict"]
     names += ["measured", "source"]
-    cells = tuple(
-        (
-            Cell(finding.claim.sentence),
-            Cell(finding.size, finding.difference),
-            Cell(finding.probability),
-            Cell(str(len(finding.difference.seeds) or "–")),
-            Cell(finding.remark if title else finding.decided),
-            Cell(finding.claim.measured),
-            Cell(finding.claim.source),
-        )
-        for finding in findings
-    )
-    return FilledTable(key, title, "", (), tuple(Column(name, name) for name in names), (), cells)
+    rows = []
+    for finding in findings:
+        claim, difference, decided = finding.claim, finding.difference, finding.remark
+        if not title:
+            decided = f"**{finding.verdict}**" + (f" ({decided})" if decided else "")
+        texts = [finding.probability, str(len(difference.seeds) or "–"), decided]
+        texts += [claim.measured, claim.source]
+        rows.append((Cell(claim.sentence), Cell(finding.size, difference), *map(Cell, texts)))
+    columns = tuple(Column(name, name) for name in names)
+    return FilledTable(key, title, "", (), columns, (), tuple(rows))
 
 
 def page_json(page: PageContext) -> str:
@@ -126,10 +112,7 @@ def page_json(page: PageContext) -> str:
         }
         for finding in page.findings
     ]
-    content: dict[str, Any] = {
-        "tables": {table.key: table.records() for table in page.tables},
-        "claims": claims,
-    }
+    content = {"tables": {table.key: table.records() for table in page.tables}, "claims": claims}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -137,6 +120,12 @@ def page_html(page: PageContext) -> str:
     """The text of report.html, with its styles, scripts and charts."""
     from normattn.lab.report import charts  # Altair is slow to import.
 
+    # Claims by verdict, untested ones last; none where no claim was tested.
+    groups: dict[str, list[Finding]] = {verdict: [] for verdict in (*get_args(Verdict), UNTESTED)}
+    for finding in page.findings:
+        groups[finding.verdict if finding.p is not None else UNTESTED].append(finding)
+    if len(groups[UNTESTED]) == len(page.findings):
+        groups = {}
     environment = Environment(
         loader=PackageLoader("normattn.lab.report"),
         undefined=StrictUndefined,
@@ -148,7 +137,11 @@ def page_html(page: PageContext) -> str:
     environment.policies["json.dumps_kwargs"] = compact
     text = environment.get_template("report.html.jinja").render(
         page=page,
-        findings=_by_verdict(page.findings),
+        findings=[
+            _claims_table(group, f"claims-{re.sub('[^a-z]+', '-', verdict)}", verdict)
+            for verdict, group in groups.items()
+            if group
+        ],
         explanation=explain_verdicts(page.findings) if page.findings else "",
         figures=[figure.title for figure in page.figures],
         values={"charts": [*map(charts.vega_lite, page.figures)]},
@@ -162,18 +155,5 @@ def _vega() -> Markup:
     """The code of Vega, Vega-Lite and vega-embed as one script; bundling takes a second."""
     import vl_convert
 
-    return Markup(vl_convert.javascript_bundle(VEGA_SNIPPET))
-
-
-def _by_verdict(findings: Sequence[Finding]) -> list[FilledTable]:
-    """The claims by verdict, untested ones last; empty where no claim was tested."""
-    groups: dict[str, list[Finding]] = {verdict: [] for verdict in (*get_args(Verdict), UNTESTED)}
-    for finding in findings:
-        groups[finding.verdict if finding.p is not None else UNTESTED].append(finding)
-    if len(groups[UNTESTED]) == len(findings):
-        return []
-    return [
-        _claims_table(group, f"claims-{re.sub('[^a-z]+', '-', verdict)}", verdict)
-        for verdict, group in groups.items()
-        if group
-    ]
+    # The snippet makes the bundled code available to the scripts of the report.
+    return Markup(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import polars as pl
 
@@ -19,8 +18,7 @@ from normattn.lab.report.tables import (
     format_range,
 )
 from normattn.lab.report.view import View
-from normattn.lab.stats.bootstrap import RESAMPLES
-from normattn.lab.stats.estimate import LEVEL
+from normattn.lab.stats.estimate import LEVEL, RESAMPLES
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20
@@ -48,10 +46,7 @@ class Page:
 
 @dataclass(frozen=True)
 class PageContext:
-    """All values of a report, before it is written.
-
-    No date; a path only where a setting or `command` names one. Equal contexts give equal bytes.
-    """
+    """All values of a report, before it is written. Only settings and `command` may hold a path."""
 
     title: str
     question: str = ""
@@ -114,14 +109,10 @@ def _diverged(view: View) -> list[str]:
     rows = view.frame.filter(pl.col("statistic") == "diverged").sort("row", "seed", "bin")
     sentences = []
     for row in rows.unique(maintain_order=True).iter_rows(named=True):
-        varied = [
-            f"{factor_label(name)} {value}"
-            for name, value in row.items()
-            if name.startswith(FACTOR) and value is not None
-        ]
-        training: list[Any] = [row["row"], *varied, f"seed {row['seed']}"]
+        factors = {name: value for name, value in row.items() if name.startswith(FACTOR)}
+        varied = [f"{factor_label(n)} {value}" for n, value in factors.items() if value is not None]
         sentences.append(
-            f"{', '.join(training)}: diverged at step {row['bin']:.0f}; the first value that is "
-            f"not finite came from {row['unit']}."
+            f"{', '.join([row['row'], *varied])}, seed {row['seed']}: diverged at step "
+            f"{row['bin']:.0f}; the first value that is not finite came from {row['unit']}."
         )
     return sentences

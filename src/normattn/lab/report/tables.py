@@ -165,19 +165,14 @@ class FilledTable:
 
     def records(self) -> list[dict[str, Any]]:
         """Every row as a dictionary by column key: numbers with intervals, texts, or None."""
-
-        def value(column: Column, cell: Cell) -> Any:
-            if cell.estimate:
-                return cell.estimate.as_json()
-            return None if cell == EMPTY_CELL and column.key != "row" else cell.text
-
-        return [
-            {
-                column.key: value(column, cell)
-                for column, cell in zip(self.columns, line, strict=True)
-            }
-            for line in self.cells
-        ]
+        records = []
+        for line in self.cells:
+            record: dict[str, Any] = {}
+            for column, cell in zip(self.columns, line, strict=True):
+                text = None if cell == EMPTY_CELL and column.key != "row" else cell.text
+                record[column.key] = cell.estimate.as_json() if cell.estimate else text
+            records.append(record)
+        return records
 
 
 @dataclass(frozen=True)
@@ -198,33 +193,30 @@ class Table:
     main: tuple[str, ...] = ()
 
     def fill(self, view: View) -> FilledTable:
-        """Fill the table with measurements."""
+        """Fill the table with measurements, and explain why values have no interval."""
         rows = tuple(self.rows(view))
         columns = [Column("row", self.head, plain=lambda view, row: Cell(row.label))]
         columns += self.columns(view) if callable(self.columns) else self.columns
         filled = [(column, [column.cell(view, row) for row in rows]) for column in columns]
         nonempty = [(c, cells) for c, cells in filled if any(cell != EMPTY_CELL for cell in cells)]
-        notes = self.notes(view) if callable(self.notes) else self.notes
+        metrics = [cells for column, cells in nonempty if column.metric and column.interval]
+        estimates = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
+        with_interval = [e.low is not None and not e.of_few_units for e in estimates]
+        intro, notes = self.intro, self.notes(view) if callable(self.notes) else self.notes
+        if estimates and not any(with_interval):
+            intro += " There are no intervals: too few documents, windows or seeds were measured."
+        elif not all(with_interval):
+            intro += (
+                " A value without brackets was measured too few times, or is the same everywhere."
+            )
         return FilledTable(
-            *(self.key, self.title, f"{self.intro} {_explain_missing_intervals(nonempty)}".strip()),
+            *(self.key, self.title, intro.strip()),
             notes=tuple(notes),
             columns=tuple(column for column, _ in nonempty),
             rows=rows,
             cells=tuple(zip(*(cells for _, cells in nonempty), strict=True)),
             main=self.main,
         )
-
-
-def _explain_missing_intervals(columns: Iterable[tuple[Column, Sequence[Cell]]]) -> str:
-    """Explain why values of a table have no interval; "" where all have one."""
-    metrics = [cells for column, cells in columns if column.metric and column.interval]
-    estimates = [cell.estimate for cells in metrics for cell in cells if cell.estimate]
-    with_interval = [e.low is not None and not e.of_few_units for e in estimates]
-    if all(with_interval):
-        return ""
-    if not any(with_interval):
-        return "There are no intervals: too few documents, windows or seeds were measured."
-    return "A value without brackets was measured too few times, or is the same everywhere."
 
 
 def format_estimate(

@@ -53,10 +53,7 @@ AnyBar = TypeVar("AnyBar", bound="ProgressBar")
 
 
 class ProgressBar:
-    """A progress bar on stderr, with `columns` after the percentage.
-
-    If stderr is not a terminal, only the lines of `print_line` are printed.
-    """
+    """A progress bar on stderr; where that is no terminal, only `print_line` prints."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         self.console = Console(file=sys.stderr, highlight=False)

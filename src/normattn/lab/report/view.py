@@ -14,7 +14,7 @@ import polars as pl
 from normattn.lab.report.figures import Point
 from normattn.lab.stats import Estimate, Metric, Sums, contrast, estimate, select, select_sums
 from normattn.lab.stats.arrays import Where
-from normattn.lab.stats.metrics import Bins, Length, Term
+from normattn.lab.stats.metrics import Length, Term
 
 
 @dataclass
@@ -76,11 +76,18 @@ class View:
         None where a term was not measured, where terms share no seed, and for the difference of a
         row to itself.
         """
-        terms = self._resolved(metric.under(where or {}).terms)
-        if terms is None or (len(terms) > 1 and len({term.place for term in terms}) == 1):
+        terms = []
+        for term in metric.terms:
+            place = {**(where or {}), **term.where}
+            if isinstance(place.get("length"), Length):
+                place["length"] = self._tokens(place)
+                if place["length"] is None:
+                    return None
+            terms.append(replace(term, where=place))
+        if len(terms) > 1 and len({term.place for term in terms}) == 1:
             return None
-        key = ("estimate", *(term.key for term in terms))
-        estimated: Estimate | None = self._cached(key, lambda: self._estimate(terms))
+        key = ("estimate", *((term.factor, term.value, term.place) for term in terms))
+        estimated: Estimate | None = self._cached(key, lambda: self._contrast(terms))
         return estimated
 
     def finite_estimate(self, metric: Metric, where: Where | None = None) -> Estimate | None:
@@ -88,47 +95,32 @@ class View:
         estimate = self.estimate(metric, where)
         return None if estimate is None or not math.isfinite(estimate.value) else estimate
 
-    def _estimate(self, terms: Sequence[Term]) -> Estimate | None:
+    def _contrast(self, terms: Sequence[Term]) -> Estimate | None:
+        """The terms added up; None where one was not measured or no seed is shared."""
         weighted = []
         for term in terms:
-            sums = _select_bins(self.sums(term.name, term.where), term.bins)
+            sums, bins = self.sums(term.name, term.where), term.bins
+            if sums is not None and bins is not None:
+                if callable(bins):
+                    sums = bins(sums)
+                else:
+                    sums = sums.between(*bins) if isinstance(bins, tuple) else sums.at(bins)
             if sums is None:
                 return None
             weighted.append((term.factor, sums))
         if not set.intersection(*(set(sums.seeds) for _, sums in weighted)):
-            return None  # there are no pairs
+            return None
         return contrast(weighted, [term.value for term in terms])
 
-    def _resolved(self, terms: Sequence[Term]) -> list[Term] | None:
-        """The terms with their lengths in tokens; None where one was not evaluated."""
-        resolved = []
-        for term in terms:
-            length = term.where.get("length")
-            if isinstance(length, Length):
-                tokens = self._tokens(length, term.where)
-                if tokens is None:
-                    return None
-                term = replace(term, where={**term.where, "length": tokens})
-            resolved.append(term)
-        return resolved
-
-    def _tokens(self, length: Length, where: Where) -> int | None:
+    def _tokens(self, where: Where) -> int | None:
+        """The length in tokens that `where` describes; None if nothing was evaluated."""
+        length: Length = where["length"]
         others = {name: value for name, value in where.items() if name != "length"}
         if length.multiple:
             trained = self.values("train_length", others)
             return round(length.multiple * trained[0]) if trained else None
         lengths = self.values("length", others)
         return (max if length.name == "longest" else min)(lengths) if lengths else None
-
-
-def _select_bins(sums: Sums | None, bins: Bins | None) -> Sums | None:
-    if sums is None or bins is None:
-        return sums
-    if callable(bins):
-        return bins(sums)
-    if isinstance(bins, tuple):
-        return sums.between(*bins)
-    return sums.at(bins)
 
 
 def bin_points(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,16 +40,14 @@ class Sums:
             return self
         position = {name: index for index, name in enumerate(self.units)}
         rows = np.ix_([self.seeds.index(s) for s in seeds], [position[name] for name in units])
-        numerator, denominator = self.numerator[rows], self.denominator[rows]
-        return replace(self, seeds=seeds, units=units, numerator=numerator, denominator=denominator)
+        return self._each(lambda part: part[rows], seeds=seeds, units=units)
 
     def at(self, chosen: slice | Sequence[int]) -> Sums:
         """The sums of some of the bins, by index."""
         indices = range(len(self.bins))
         selected = list(indices[chosen] if isinstance(chosen, slice) else chosen)
-        numerator, denominator = self.numerator[..., selected], self.denominator[..., selected]
         bins = tuple(self.bins[index] for index in selected)
-        return replace(self, bins=bins, numerator=numerator, denominator=denominator)
+        return self._each(lambda part: part[..., selected], bins=bins)
 
     def between(self, low: float, high: float) -> Sums | None:
         """The sums of the bins from `low` to `high`; None where no bin ends at `high`."""
@@ -59,11 +57,12 @@ class Sums:
     def by_unit(self) -> Sums:
         """The sums with one bin per unit, for values that need single units, such as a median."""
         identity = np.eye(len(self.units))
-        numerator, denominator = (
-            part.sum(-1)[..., None] * identity for part in (self.numerator, self.denominator)
-        )
         bins = tuple((None, None, float(n), float(n + 1)) for n in range(len(self.units)))
-        return replace(self, bins=bins, numerator=numerator, denominator=denominator)
+        return self._each(lambda part: part.sum(-1)[..., None] * identity, bins=bins)
+
+    def _each(self, change: Callable[[Array], Array], **fields: Any) -> Sums:
+        numerator, denominator = change(self.numerator), change(self.denominator)
+        return replace(self, numerator=numerator, denominator=denominator, **fields)
 
 
 def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
@@ -71,18 +70,13 @@ def select(frame: pl.DataFrame, where: Where) -> pl.DataFrame:
     for name in where:
         if name not in frame.columns:
             raise InputError(f"the measurements have no column {name}")
-    conditions = [
-        pl.col(name).is_null() if value is None else pl.col(name) == value
-        for name, value in where.items()
-    ]
-    return frame.filter(*conditions) if conditions else frame
+    return frame.filter(*(pl.col(name).eq_missing(value) for name, value in where.items()))
 
 
 def select_sums(frame: pl.DataFrame, statistic: str, where: Where | None = None) -> Sums | None:
     """The sums of a statistic in the rows `where`; None where there are none.
 
-    Raises `InputError` where the rows cannot be paired: they have several data sets, or a seed
-    lacks a unit or a bin that another has.
+    Raises `InputError` for several data sets, and for a seed that lacks a unit or a bin.
     """
     rows = select(frame, {**(where or {}), "statistic": statistic})
     if not rows.height:
@@ -109,11 +103,9 @@ def select_sums(frame: pl.DataFrame, statistic: str, where: Where | None = None)
 
 
 def keep_common_data(frame: pl.DataFrame, separate: Sequence[str] = ()) -> pl.DataFrame:
-    """Keep, for each protocol and length, the rows on the most common data set.
+    """Keep, for each protocol, length and `separate` columns, the rows on the most common data set.
 
-    The digest decides ties. The columns `separate` (and the task) count like protocol and length,
-    as rows that differ in them are never compared. Rows of trainings without data, such as losses,
-    are kept. `describe_left_out` describes the dropped rows.
+    The digest decides ties. Rows of trainings without data, such as losses, are kept.
     """
     if not frame.height:
         return frame

@@ -42,7 +42,8 @@ _SIGNED = re.compile(rb"sha256:[0-9a-f]{64}")
 LARGEST, SMALLEST = 1e60, 1e-60
 """Bounds of `sum` and `of`, so that squares of their ratios are finite."""
 FACTOR = "factor."
-IDENTITY: dict[str, type[pl.DataType]] = {
+Types = dict[str, type[pl.DataType]]
+IDENTITY: Types = {
     "study": pl.String,
     "row": pl.String,
     "score": pl.String,
@@ -56,7 +57,7 @@ IDENTITY: dict[str, type[pl.DataType]] = {
     "weights": pl.String,
     "settings": pl.String,
 }
-AXES: dict[str, type[pl.DataType]] = {
+AXES: Types = {
     "unit": pl.String,
     "layer": pl.Int64,
     "head": pl.Int64,
@@ -64,12 +65,8 @@ AXES: dict[str, type[pl.DataType]] = {
     "bin": pl.Float64,
     "bin_end": pl.Float64,
 }
-MEASURED: dict[str, type[pl.DataType]] = {
-    "statistic": pl.String,
-    "sum": pl.Float64,
-    "of": pl.Float64,
-}
-SCHEMA: dict[str, type[pl.DataType]] = {**IDENTITY, **AXES, **MEASURED}
+MEASURED: Types = {"statistic": pl.String, "sum": pl.Float64, "of": pl.Float64}
+SCHEMA: Types = {**IDENTITY, **AXES, **MEASURED}
 NULLABLE = ("layer", "head", "bin", "bin_end")
 _TYPES = {str: pl.String, int: pl.Int64, float: pl.Float64, bool: pl.Boolean}
 
@@ -127,20 +124,23 @@ def sums(
     `sum`. `edges` are the ends of the bins (bins + 1,), or whole numbers (bins,). Rows of one unit
     are added up, such as windows of one document.
     """
-    numerator = np.asarray(sum, dtype=np.float64)
-    numerator = numerator[:, None] if numerator.ndim == 1 else numerator
-    denominator = np.asarray(of, dtype=np.float64)
-    denominator = denominator[:, None] if denominator.ndim == 1 else denominator
-    denominator = np.broadcast_to(denominator, numerator.shape)
-    names, count = np.asarray(units, dtype=object), numerator.shape[1]
-    starts, ends = _bins(axis, edges, count)
+    numerator, denominator = (
+        array[:, None] if array.ndim == 1 else array
+        for array in (np.asarray(sum, np.float64), np.asarray(of, np.float64))
+    )
+    count, values = numerator.shape[1], [float(edge) for edge in (() if edges is None else edges)]
+    if not axis and (edges is not None or count != 1):
+        raise InputError(f"{count} bins without an axis")
+    if axis and len(values) not in (count, count + 1):
+        raise InputError(f"the axis {axis} has {count} bins; their edges do not match")
+    ends = values[1:] if len(values) > count else [value + 1.0 for value in values]
     raw = pl.DataFrame(
         {
-            "unit": np.repeat(names, count),
-            "bin": starts * len(names),
-            "bin_end": ends * len(names),
+            "unit": np.repeat(np.asarray(units, dtype=object), count),
+            "bin": (values[:count] if axis else [None]) * len(units),
+            "bin_end": (ends if axis else [None]) * len(units),
             "sum": numerator.ravel(),
-            "of": denominator.ravel(),
+            "of": np.broadcast_to(denominator, numerator.shape).ravel(),
         },
         schema={name: SCHEMA[name] for name in ("unit", "bin", "bin_end", "sum", "of")},
     )
@@ -181,11 +181,7 @@ def concat(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def validate(frame: pl.DataFrame, source: str) -> pl.DataFrame:
-    """The frame with its columns in order, or `InputError` naming `source` and what is wrong.
-
-    Raises `InputError` for a missing or unknown column, a wrong type, a null in a required column,
-    a number out of bounds, a negative `of`, and a duplicate row.
-    """
+    """The frame with its columns in order, or `InputError` naming `source` and the first fault."""
     missing = [name for name in SCHEMA if name not in frame.columns]
     if missing:
         raise InputError(f"{source} lacks the column {missing[0]}")
@@ -248,18 +244,3 @@ def read(path: Path) -> pl.DataFrame:
 def _signature(unsigned: bytes) -> bytes:
     """The SHA-256 of a file in which the digest is replaced by zeros."""
     return b"sha256:" + hashlib.sha256(unsigned).hexdigest().encode()
-
-
-def _bins(
-    axis: str, edges: Sequence[float | int] | None, count: int
-) -> tuple[list[float | None], list[float | None]]:
-    if not axis:
-        if edges is not None or count != 1:
-            raise InputError(f"{count} bins without an axis")
-        return [None], [None]
-    if edges is None or len(edges) not in (count, count + 1):
-        raise InputError(f"the axis {axis} has {count} bins; their edges do not match")
-    values = [float(edge) for edge in edges]
-    if len(values) == count:
-        return list(values), [value + 1.0 for value in values]
-    return list(values[:-1]), list(values[1:])

@@ -1,8 +1,6 @@
-"""Metrics: functions of summed numerators and denominators.
+"""Metrics: functions of numerators and denominators that are summed over units first.
 
-A metric selects rows of the measurements table and turns their sums into a value. Units, resampled
-or not, are summed first, as in corpus-level scores (ratios, BLEU, chrF, F1, quantiles). Seeds are
-different models, so their values are averaged.
+So scores are corpus-level (ratios, BLEU, chrF, F1, quantiles). Seeds are averaged.
 """
 
 from __future__ import annotations
@@ -68,15 +66,10 @@ def macro_f1(
     unit keeps its F1 of all units. Without that, resamples would lack rare classes, whose F1 is
     low, and be biased upwards.
     """
-    known = _f1(whole_numerator, whole_denominator)
     counted = whole_denominator > 0
-    scores = np.where(counted, np.where(denominator > 0, _f1(numerator, denominator), known), 0.0)
-    return np.asarray(100 * scores.sum(-1) / np.maximum(1, counted.sum(-1)))
-
-
-def _f1(numerator: Array, denominator: Array) -> Array:
-    """F1 (0 … 1), 0 where the denominator is 0."""
-    return np.asarray(numerator / np.maximum(denominator, 1e-300) * (denominator > 0))
+    known = _divided(whole_numerator, whole_denominator)
+    drawn = np.where(denominator > 0, _divided(numerator, denominator), known)
+    return np.asarray(100 * np.where(counted, drawn, 0.0).sum(-1) / np.maximum(1, counted.sum(-1)))
 
 
 Value = Callable[[Array, Array, Array, Array], Array]
@@ -106,11 +99,6 @@ class Term:
     value: Value
     where: Where
     bins: Bins | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Identifies the term in caches."""
-        return (self.factor, self.name, self.value, *self.place)
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -162,7 +150,10 @@ class Metric:
         otherwise. A mapping has columns by their full names. `variant` is the trained row. Other
         names are factors of the study: `at(step=0)`.
         """
-        where = {_column(name): value for name, value in columns.items()}
+        where = {}
+        for name, value in columns.items():
+            known = name in SCHEMA or name.startswith(FACTOR)
+            where["row" if name == "variant" else name if known else FACTOR + name] = value
         if isinstance(place, Mapping):
             where = {**place, **where}
         elif isinstance(place, Length):
@@ -171,10 +162,6 @@ class Metric:
             protocol = "train_length" if place == 1 else "non_repeated"
             where = {"protocol": protocol, "length": Length("multiple", float(place)), **where}
         return self._with(lambda term: replace(term, where={**term.where, **where}))
-
-    def under(self, where: Where) -> Metric:
-        """The metric in these rows; its own selections have priority."""
-        return self._with(lambda term: replace(term, where={**where, **term.where}))
 
     def between(self, bins: Bins) -> Metric:
         """The metric over some bins of its axis, such as positions or layers."""
@@ -195,12 +182,6 @@ class Metric:
 
     def _with(self, change: Callable[[Term], Term]) -> Metric:
         return replace(self, parts=tuple(map(change, self.terms)))
-
-
-def _column(name: str) -> str:
-    if name == "variant":
-        return "row"
-    return name if name in SCHEMA or name.startswith(FACTOR) else FACTOR + name
 
 
 def ratio(scale: float = 1.0) -> Value:

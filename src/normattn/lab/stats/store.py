@@ -29,9 +29,8 @@ EXTRA = "beside"
 class MeasurementStore:
     """A folder of measurements tables, one file per evaluation, named by its key.
 
-    A damaged file causes a warning, and its evaluation is repeated. The file done.json
-    has a marker for each finished task, with the keys of its evaluations. Keys depend on data and
-    weights, so they are known only after the task has run.
+    A damaged file causes a warning, and its evaluation is repeated. done.json has a marker for each
+    finished task, with its keys, which depend on data and weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,10 +95,7 @@ class MeasurementStore:
 
 
 def read_measurements(out: Path) -> pl.DataFrame:
-    """All measurements below a study's directory, without the copies in reports.
-
-    Evaluations in folders `EXTRA` do not belong to the study.
-    """
+    """All measurements below a study's directory, without copies in reports and folders `EXTRA`."""
     paths = sorted(
         path
         for path in out.rglob("*.parquet")

@@ -44,10 +44,7 @@ CONNECT_SECONDS = 30.0
 
 @dataclass
 class RemoteJob:
-    """A job for another host, which runs it as a child process.
-
-    If the scheduler interrupts the call, the child saves its state first.
-    """
+    """A job for another host: a child process there, which saves its state on an interruption."""
 
     job: Job
     folder: Path = field(default_factory=Path.cwd)
@@ -157,7 +154,7 @@ class Ray(Remote):
             remote = ray.remote(RemoteJob.__call__).options(
                 num_cpus=cpus, num_gpus=gpus, max_retries=self.retries
             )
-            yield lambda jobs: [RayTask(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
+            yield lambda jobs: [_RayTask(job, ray, remote.remote(RemoteJob(job))) for job in jobs]
         finally:
             if not was_connected:
                 ray.shutdown()
@@ -183,7 +180,7 @@ class Ray(Remote):
                 signal.signal(signal.SIGTERM, previous)  # Ray replaces the handler.
 
 
-class RayTask(Task):
+class _RayTask(Task):
     """A job as a task of Ray; `reference` is that of its result."""
 
     def __init__(self, job: Job, ray: Any, reference: Any) -> None:
@@ -191,11 +188,9 @@ class RayTask(Task):
         self.ray, self.reference = ray, reference
 
     def done(self) -> bool:
-        """Whether it has ended."""
         return bool(self.ray.wait([self.reference], timeout=0)[0])
 
     def result(self) -> tuple[int, str]:
-        """The exit code, and the reason for a failure."""
         try:
             code, message = self.ray.get(self.reference)
             return code, message
@@ -204,11 +199,9 @@ class RayTask(Task):
             return 1, f"Ray could not finish it: {_lines(cause)[0]}"
 
     def stop(self) -> None:
-        """Interrupt it: its child saves. Python may lose an interruption, so it is repeated."""
-        self.ray.cancel(self.reference)
+        self.ray.cancel(self.reference)  # May be lost, so the launcher repeats it.
 
     def kill(self) -> None:
-        """End its worker; its child notices that."""
         self.ray.cancel(self.reference, force=True)
 
 
@@ -251,12 +244,12 @@ class Slurm(Remote):
             raise InputError(f"Slurm is not available here: {error}") from error
         executor.update_parameters(**self.parameters(needs), name="normattn")
 
-        def start(jobs: Sequence[Job]) -> list[SlurmTask]:
+        def start(jobs: Sequence[Job]) -> list[_SlurmTask]:
             try:
                 handles = executor.submit_array(list(map(RemoteJob, jobs)))
             except (OSError, RuntimeError, subprocess.SubprocessError) as error:
                 raise InputError(f"the jobs cannot be submitted: {_lines(error)[-1]}") from error
-            return list(map(SlurmTask, jobs, handles))
+            return list(map(_SlurmTask, jobs, handles))
 
         yield start
 
@@ -278,7 +271,7 @@ class Slurm(Remote):
         return {name: value for name, value in parameters.items() if value is not None}
 
 
-class SlurmTask(Task):
+class _SlurmTask(Task):
     """A job that submitit has submitted; `handle` is submitit's."""
 
     def __init__(self, job: Job, handle: Any) -> None:
@@ -286,11 +279,9 @@ class SlurmTask(Task):
         self.handle, self.stopped = handle, False
 
     def done(self) -> bool:
-        """Whether it has ended, as far as submitit has checked."""
         return bool(self.handle.done())
 
     def result(self) -> tuple[int, str]:
-        """The exit code, and the reason for a failure."""
         handle = self.handle
         if not handle.paths.result_pickle.exists():
             message = f"job {handle.job_id} ended without a result; rerun the command to resume"
@@ -302,7 +293,6 @@ class SlurmTask(Task):
         return code, message
 
     def stop(self) -> None:
-        """Send SIGTERM to a local job, or cancel a Slurm job: its child saves its state."""
         if self.handle.done(force_check=self.stopped):
             return
         self.stopped = True
@@ -313,7 +303,6 @@ class SlurmTask(Task):
             self.handle.cancel(check=False)
 
     def kill(self) -> None:
-        """End its worker, a local one within two seconds; its child notices that."""
         if self.handle.done(force_check=True):
             return
         if not hasattr(self.handle, "_process"):

@@ -30,9 +30,8 @@ def collect_measurements(
 ) -> pl.DataFrame:
     """The stored measurements of a sweep, and the loss curve of each of its trainings.
 
-    `factors` distinguish trainings of one row. Rows with equal factors are compared on one data set
-    only, the most common one (`keep_common_data`). `also` returns further measurements from the
-    directory of a training.
+    Rows with equal `factors` are compared on the most common data set only (`keep_common_data`).
+    `also` returns further measurements from the directory of a training.
     """
     runs = RunPaths.below(out)
     refuse_changed_text(paths.run for paths in runs)
@@ -41,20 +40,15 @@ def collect_measurements(
     for sentence in describe_left_out(stored, parts[0]):
         warn(f"normattn: {sentence}")
     for paths in runs:
-        identity = _training_identity(paths)
+        variant, seed = paths.run.parent.name, int(paths.run.name.removeprefix("seed"))
+        cell = read_object(paths.settings)
+        row, values = cell.get("row") or variant, cell.get("factors") or {}
+        known = (cell.get("variant"), cell.get("seed")) == (variant, seed)
+        if not (known and isinstance(row, str) and isinstance(values, dict)):
+            raise InputError(f"{paths.settings} is damaged: it does not describe {paths.run}")
+        identity = training_identity(row, seed, values)
         parts += [history(paths.run, identity), also(identity, paths.run)]
     return concat(parts)
-
-
-def _training_identity(paths: RunPaths) -> Identity:
-    """The identity of a run's training; raises `InputError` for damaged settings."""
-    variant, seed = paths.run.parent.name, int(paths.run.name.removeprefix("seed"))
-    stored = read_object(paths.settings)
-    row, factors = stored.get("row") or variant, stored.get("factors") or {}
-    known = (stored.get("variant"), stored.get("seed")) == (variant, seed)
-    if not (known and isinstance(row, str) and isinstance(factors, dict)):
-        raise InputError(f"{paths.settings} is damaged: it does not describe {paths.run}")
-    return training_identity(row, seed, factors)
 
 
 def training_identity(row: str, seed: int, factors: Mapping[str, Factor] | None = None) -> Identity:
@@ -86,10 +80,9 @@ def history(run: Path, identity: Identity) -> pl.DataFrame:
 
 
 def write_corpora(folder: Path, out: Path) -> None:
-    """Write what the models of a study's directory, or of a published folder, were trained on.
+    """Write fingerprints and sources of the data of a study's folder to `out`.
 
-    The file in `out` has the fingerprints of the data, and the sources of the text with their
-    versions. There is none if no model has such a record.
+    There is no file if no model has such a record.
     """
     fingerprints: set[str] = set()
     sources: dict[str, str] = {}
@@ -106,10 +99,9 @@ def write_corpora(folder: Path, out: Path) -> None:
 
 
 def refuse_changed_text(runs: Iterable[Path], now: Mapping[str, str] | None = None) -> None:
-    """Raise `InputError` where two trainings have the same data settings but different data.
+    """Raise `InputError` where two trainings have equal data settings but different data.
 
-    `now` maps settings (`canonical_json`) to the fingerprint of the prepared data. Files behind an
-    address can change between trainings, and with them the tokeniser and the test documents.
+    `now` maps settings (`canonical_json`) to the fingerprint of the prepared data.
     """
     seen: dict[str, tuple[object, object]] = {
         settings: ("the corpus now", fingerprint) for settings, fingerprint in (now or {}).items()

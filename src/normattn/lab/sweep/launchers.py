@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -29,12 +29,11 @@ FINISHED, DIVERGED = 0, 3
 GRACE_SECONDS = 60.0
 """How long jobs may take to save their state before they are killed."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-PREFIX = "launcher."
 
 
 @dataclass(frozen=True)
 class Job:
-    """One Python process: its arguments, and the file `log` for its output.
+    """One Python process, and the file `log` of its output.
 
     Its last line with "normattn: " explains a failure. The parent's id is appended to `arguments`.
     """
@@ -52,11 +51,6 @@ class Outcome:
     code: int
     message: str
     seconds: float
-
-    @property
-    def failed(self) -> bool:
-        """Whether the job neither finished nor diverged; a divergence is a result."""
-        return self.code not in (FINISHED, DIVERGED)
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,7 @@ Start = Callable[[Sequence[Job]], Sequence[Task]]
 class Launcher(Settings, ABC):
     """Where the runs of a sweep execute; its fields are the settings `launcher.NAME`.
 
-    Results, directories and settings are the same under every launcher, so a sweep can continue
-    under another launcher.
+    No result depends on it, so a sweep can continue under another launcher.
     """
 
     name: ClassVar[str]
@@ -120,12 +113,6 @@ class Launcher(Settings, ABC):
         changed = self.model_dump(exclude_defaults=True)
         settings = ", ".join(f"{name} {value}" for name, value in changed.items())
         return f"{self.name}: {settings}" if settings else self.name
-
-
-def split_changes(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split changes into the launcher's (`launcher.NAME`, by NAME) and the study's."""
-    launcher = {k.removeprefix(PREFIX): v for k, v in changes.items() if k.startswith(PREFIX)}
-    return launcher, {k: v for k, v in changes.items() if not k.startswith(PREFIX)}
 
 
 Observe = Callable[[Sequence[Job], Sequence[Outcome]], None]
@@ -195,10 +182,7 @@ def _stop_all(running: Sequence[Task], stop: StopRequest, again: float) -> None:
 
 
 class Child(Task):
-    """A job as a child process in its own session, so that Ctrl-C reaches only the parent.
-
-    `environment` is added to this process's environment. `folder` is the working directory.
-    """
+    """A job as a child process in its own session, so that Ctrl-C reaches only the parent."""
 
     def __init__(
         self, job: Job, environment: Mapping[str, str] | None = None, folder: Path | None = None

@@ -48,10 +48,7 @@ class RunPaths:
 
     @classmethod
     def below(cls, out: Path) -> list[RunPaths]:
-        """The paths of all started runs below `out`, in a fixed order.
-
-        Raises `InputError` where the settings of a run with results are missing.
-        """
+        """The paths of all started runs below `out`; `InputError` for one without settings."""
         jobs = {settings.parent for settings in out.glob("jobs/*/*/cell.json")}
         for run in sorted(out.glob("cells/*/seed*")):
             job = out / "jobs" / run.relative_to(out / "cells")

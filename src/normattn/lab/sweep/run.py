@@ -1,15 +1,11 @@
-"""A run, its stages, and the sweep of runs that a request asks for.
-
-One child process executes a run: it trains a variant with one seed and measures the model, stage by
-stage. A finished stage is never repeated.
-"""
+"""A run, its stages, each of which is done once, and the sweep of runs that a request asks for."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -65,8 +61,7 @@ class Stage:
 def training_stage(config: ModelTrainingConfig, folder: Path, essential: bool = True) -> Stage:
     """A stage that trains `config` in `folder`. A divergence ends the run if `essential`.
 
-    A configuration that continues the model of an earlier stage has `UNKNOWN` weights, whose digest
-    is computed when the stage runs.
+    `UNKNOWN` weights, those of an earlier stage, are hashed when this stage runs.
     """
 
     def train(data: Any, progress: Progress) -> None:
@@ -92,8 +87,17 @@ def training_stage(config: ModelTrainingConfig, folder: Path, essential: bool = 
 
     def is_done() -> bool:
         status = read_status(folder)
-        ended = status is not None and status.state in ("finished", "diverged")
-        return ended and _trained_with(folder, config, config.changeable)
+        if status is None or status.state not in ("finished", "diverged"):
+            return False
+        stored = read_or_empty(folder / "config.json").get("config")
+        if not stored:
+            return True
+        try:  # A setting that did not exist when the run was trained has its default.
+            trained = type(config).model_validate(stored).model_dump(mode="json")
+        except ValueError:
+            return False
+        ignored = config.changeable | {"continued.start", "continued.weights"}
+        return first_difference(trained, config.model_dump(mode="json"), ignored) is None
 
     return Stage("training", config.cost, is_done, train, config)
 
@@ -101,22 +105,6 @@ def training_stage(config: ModelTrainingConfig, folder: Path, essential: bool = 
 def diagnostics_probes(config: LoopConfig) -> tuple[Probe, ...]:
     """The diagnostics probe, if `inspect_every` is set."""
     return (DiagnosticsProbe(config.inspect_every),) if config.inspect_every else ()
-
-
-def _trained_with(run: Path, config: LoopConfig, changeable: frozenset[str]) -> bool:
-    """Whether the training in `run` has these settings, apart from the model it started from.
-
-    A setting that did not exist when the run was trained has its default.
-    """
-    stored = read_or_empty(run / "config.json").get("config")
-    if not stored:
-        return True
-    try:
-        trained = type(config).model_validate(stored).model_dump(mode="json")
-    except ValueError:
-        return False
-    ignored = changeable | {"continued.start", "continued.weights"}
-    return first_difference(trained, config.model_dump(mode="json"), ignored) is None
 
 
 def with_weights(config: Config) -> Config:
@@ -184,15 +172,9 @@ class Run(Settings, ABC):
     def identity(self, protocol: str, **fields: Any) -> Identity:
         """The identity of a measurement of this run; `fields` are its other fields."""
         row = self.row or self.variant
-        defaults = {
-            "study": "",
-            "row": row,
-            "score": self.score or row,
-            "seed": self.seed,
-            "protocol": protocol,
-            "factors": self.factors,
-        }
-        return Identity(**{**defaults, **fields})
+        score = self.score or row
+        identity = Identity("", row, score, self.seed, protocol, factors=self.factors)
+        return replace(identity, **fields)
 
 
 class MeasuredRun(Run):

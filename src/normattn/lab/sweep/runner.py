@@ -1,8 +1,4 @@
-"""Run a study: plan, prepare the data, run the jobs under a launcher, write the report.
-
-Each run is a child process that executes its unfinished stages, so running the command again
-resumes an interrupted sweep.
-"""
+"""Run a study: plan, prepare the data, run each run as a child process, write the report."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from normattn.lab.sweep.collect import refuse_changed_text
 from normattn.lab.sweep.config import CHANGEABLE
 from normattn.lab.sweep.launchers import DIVERGED, FINISHED, Job, Launcher, Local, Needs, run_jobs
 from normattn.lab.sweep.paths import RunPaths, write_progress
-from normattn.lab.sweep.planner import SweepProgress, make_plan, stage_shares, time_range
+from normattn.lab.sweep.planner import SweepProgress, make_plan, time_range
 from normattn.lab.sweep.run import Experiment, Progress, Request, Run, Sweep
 from normattn.lab.training.distributed import choose_device
 from normattn.locks import InUseError, locked
@@ -41,9 +37,8 @@ LOCK_SECONDS = 120.0
 def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> list[str]:
     """Run a study as requested, or only print its plan; return a sentence for each failed run.
 
-    Raises `InputError` before anything is written where the request is impossible, and
-    `Interrupted` when stopped; running the command again resumes it. A run that diverged is a
-    result. One that fails otherwise does not stop the others.
+    Raises `InputError` before anything is written where the request is impossible. A run that
+    diverged is a result. One that fails otherwise does not stop the others.
     """
     sweep = study.resolve(request)
     options = {"changed": dict(request.changes), "asked": (request.choices,)}
@@ -72,7 +67,12 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
         choices = directory.config.get("asked") or [{}]
         if request.choices not in choices:
             directory.put("asked", [*choices, request.choices])
-        _stop_orphans(sweep)
+        # Workers that a killed command left behind save their state and end. One whose command
+        # still runs keeps its lock; a new worker waits for it.
+        for lock in (sweep.paths(run).lock for run in sweep.runs):
+            if lock.exists():
+                with suppress(InUseError), locked(lock, 0.0):
+                    pass
         failed = _run_all(study, sweep, launcher, at_once, needs)
         # Print before the report, which is missing where every run failed.
         for sentence in failed:
@@ -83,30 +83,31 @@ def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> l
     return failed
 
 
-def _stop_orphans(sweep: Sweep) -> None:
-    """Stop workers that a killed command left behind, after they have saved their state.
-
-    A worker whose command still runs keeps its lock; a new worker waits for it.
-    """
-    for lock in (sweep.paths(run).lock for run in sweep.runs):
-        if lock.exists():
-            with suppress(InUseError), locked(lock, 0.0):
-                pass
-
-
 def _run_all(
     study: Experiment, sweep: Sweep, launcher: Launcher, at_once: int, needs: Needs
 ) -> list[str]:
-    """Run all unfinished runs; return a sentence for each that failed."""
-    runs = {run.name: run for run in sweep.runs}
-    jobs = [_job(study, sweep, run) for run in sweep.runs if not is_done(sweep, run)]
-    shares = {job.name: stage_shares(sweep, runs[job.name]) for job in jobs}
+    """Run all unfinished runs; return a sentence for each that failed.
+
+    A child reads its settings from a file, which names the study but never a path: no file may
+    choose which code runs. The path of a user's study is an argument.
+    """
+    runs = {run.name: run for run in sweep.runs if not is_done(sweep, run)}
+    name = str(study.source.resolve()) if study.source else study.name
+    jobs, shares = list[Job](), dict[str, list[float]]()
+    for run in runs.values():
+        paths = sweep.paths(run)
+        write_json(paths.settings, {"study": study.name, **run.model_dump(mode="json")})
+        paths.progress.unlink(missing_ok=True)
+        arguments = ("-m", "normattn", "_cell", "--study", name, str(paths.job))
+        jobs.append(Job(run.name, arguments, paths.log))
+        flops = [stage.cost().flops for stage in sweep.stages(run)]
+        shares[run.name] = [part / sum(flops) for part in flops]
     with SweepProgress(jobs, shares, lambda name: _rows(study, sweep, runs[name])) as progress:
         outcomes = run_jobs(jobs, launcher, at_once, needs, progress)
     return [
         f"{outcome.job.name} failed: {outcome.message} (its output is in {outcome.job.log})"
         for outcome in outcomes
-        if outcome.failed
+        if outcome.code not in (FINISHED, DIVERGED)
     ]
 
 
@@ -116,10 +117,9 @@ def _open(sweep: Sweep) -> RunDirectory:
 
 def _print_plan(console: Console, sweep: Sweep, launcher: Launcher, at_once: int) -> None:
     title = f"plan: {sweep.study}, preset {sweep.config.preset}"
-    table = Table(title=title, show_header=False)
-    plan = make_plan(sweep)
-    for name, value in plan.lines():
-        table.add_row(name, value)
+    table, plan = Table(title=title, show_header=False), make_plan(sweep)
+    for fact in plan.facts.items():
+        table.add_row(*fact)
     config = sweep.runs[0].training_config
     if isinstance(launcher, Local) and choose_device(config.device).type == "cpu":
         table.add_row("time on CPU cores", time_range(plan, at_once, config.threads))
@@ -158,25 +158,8 @@ def is_done(sweep: Sweep, run: Run) -> bool:
     return all(stage.is_done() for stage in sweep.stages(run))
 
 
-def _job(study: Experiment, sweep: Sweep, run: Run) -> Job:
-    """The job of one run, whose child process reads its settings from a file.
-
-    That file names the study but never a path, as no file may choose which code runs. The path of
-    a user's study is an argument.
-    """
-    paths = sweep.paths(run)
-    write_json(paths.settings, {"study": study.name, **run.model_dump(mode="json")})
-    paths.progress.unlink(missing_ok=True)
-    name = str(study.source.resolve()) if study.source else study.name
-    return Job(run.name, ("-m", "normattn", "_cell", "--study", name, str(paths.job)), paths.log)
-
-
 def _rows(study: Experiment, sweep: Sweep, run: Run) -> list[str]:
-    """The main columns of the study's first table for one run, a line for each of its rows.
-
-    "  KNA-YaRN: at the training length 31.2, change −2.1". The values are of this
-    run's seed, without intervals.
-    """
+    """The main columns of the study's first table for one run, a line for each row."""
     table = study.page.tables[0]
     if not table.main:
         return []
@@ -224,19 +207,11 @@ def run_child(job: Path, study: Experiment, parent: int = 0) -> int:
 
 def read_run(settings: Path, study: Experiment) -> Run:
     """The run of a cell.json; raises `InputError` where it names another study."""
-    name = study_named(settings)
+    fields = read_object(settings)
+    name = fields.pop("study", None)
     if name != study.name:
         raise InputError(f"{settings} belongs to the study {name!r:.100}, not to {study.name}")
-    fields = {name: value for name, value in read_object(settings).items() if name != "study"}
     return study.run(fields, str(settings))
-
-
-def study_named(settings: Path) -> str:
-    """The name of the study in a cell.json, which may be unknown."""
-    name = read_object(settings).get("study")
-    if not isinstance(name, str):
-        raise InputError(f"{settings} names no study")
-    return name
 
 
 def _progress_writer(path: Path, stage: int, phase: str) -> Progress:

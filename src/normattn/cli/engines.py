@@ -1,8 +1,11 @@
-"""`normattn extend MODEL --emit ENGINE`: print or write an engine's settings for a method."""
+"""`normattn score`, `verify` and `extend --emit`: a model's score, and the settings of engines."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 from normattn.cli import model_options
 from normattn.cli.extend_settings import (
@@ -12,23 +15,57 @@ from normattn.cli.extend_settings import (
     refuse_unused,
 )
 from normattn.errors import InputError
+from normattn.hf.engine_check import verify
 from normattn.hf.engines import ENGINES, Deployment, checked_gguf_keys, emit
 from normattn.hf.llama_cpp import architecture_of, read_gguf, write_gguf
 from normattn.hf.load import read_configuration
 from normattn.hf.native import refuse_applied
 from normattn.hf.plan import plan
-from normattn.hf.tiny_model import small_model
+from normattn.hf.score_of import score_of
+from normattn.hf.tiny_model import in_float64, small_model
 from normattn.io import expand_path, write_text
 from normattn.score.spec import UNMODIFIED
 from normattn.terminal import show, warn
 
 
+def name_scores(args: model_options.Score) -> int:
+    """Print the score of every layer, of a small model; return 0 if all are verified, else 1."""
+    config = read_configuration(args.model)
+    score = score_of(in_float64(small_model(config)), args.tokens)
+    model_type = config.get_text_config().model_type
+    if args.as_json:
+        names = ("layer", "difference", "verified", "lacks", "mask_note")
+        layers = [
+            {"score": layer.spec and str(layer.spec)} | {x: getattr(layer, x) for x in names}
+            for layer in score.layers
+        ]
+        record = {"model": args.model, "model_type": model_type, "tokens": score.tokens}
+        _print_json({**record, "verified": score.verified, "layers": layers})
+    else:
+        show(f"{args.model}: {model_type}, {len(score.layers)} attention layers")
+        for line in score.lines():
+            show(f"  {line}")
+    return 0 if score.verified else 1
+
+
+def verify_engine(args: model_options.Verify) -> int:
+    """Print the verdict; return 0 if the engine's settings are as intended, else 1."""
+    verdict = verify(args.model, args.against, args.method, train_length=args.train_length)
+    if args.as_json:
+        _print_json({"equal": verdict.equal, **dataclasses.asdict(verdict)})
+    else:
+        show(verdict)
+    return 0 if verdict.equal else 1
+
+
+def _print_json(record: dict[str, Any]) -> None:
+    print(json.dumps(record, ensure_ascii=False, indent=2))
+
+
 def emit_method(args: model_options.Extend, engine: str) -> None:
     """Print the settings with which an engine serves a model, or write them to `args.out`.
 
-    They come from a small random model of the configuration; weights are read only to copy a GGUF
-    file. Raises `InputError` for an engine without the method, before anything is written, and
-    where `out` exists.
+    They come from a small random model; weights are read only to copy a GGUF file.
     """
     methods = [method for method in expand_methods(args.methods) if method != UNMODIFIED]
     if len(methods) != 1:
@@ -59,9 +96,9 @@ def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> D
     config = read_configuration(source if args.gguf else args.model)
     refuse_applied(config)
     model = small_model(config)
-    settings = choose_values(args, model)
-    length, max_length = settings.train_length, settings.lengths[-1]
-    parameters = {name: getattr(settings, name) for name in open_parameters(method)}
+    length, (*_, max_length), factor, window = choose_values(args, model)
+    values = {"factor": factor, "window": window}
+    parameters = {name: values[name] for name in open_parameters(method)}
     planned = plan(model, method, length, **parameters)
     reach = round(length * getattr(planned.spec.rope_scaling, "stretch", max_length / length))
     if args.lengths is not None and max_length > reach:
