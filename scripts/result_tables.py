@@ -173,7 +173,7 @@ def verdicts() -> str:
     for sentence in claims[0]:
         if not _about_kna(sentence):
             continue
-        text = sentence.replace("KNA", "`KNA`").replace("Baseline", "`Baseline`")
+        text = re.sub(r"\b(KNA|Baseline)(-\w+)?", r"`\g<0>`", sentence)
         body.append([text, *(_verdict(by_sentence.get(sentence)) for by_sentence in claims)])
     return lines(["claim", "one head of 128", "gated unit"], body)
 
