@@ -191,6 +191,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"pretrained": "LLAMA", "windw": 2}, "windw"),
     ({"run": "RUN", "method": "YARN"}, "did you mean YaRN"),
     ({"run": "RUN", "method": "YaRN", "factor": 0.5}, "at least 1, but it is 0.5"),
+    ({"run": "RUN", "method": "DynamicNTK", "factor": 4}, "takes no factor"),
     ({"run": "RUN", "gguf_file": "x"}, "gguf_file"),
     ({"run": "RUN", "dtype": "int8"}, "dtype is 'int8'"),
     ({"run": "RUN", "max_length": 0}, "max_length is 0"),

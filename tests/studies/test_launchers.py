@@ -377,6 +377,8 @@ def test_the_settings_of_a_launcher_and_what_it_asks_for() -> None:
     assert expected.items() <= asked.items()
     assert "gpus_per_node" not in Slurm().parameters(Needs(2, "cpu"))
     assert Ray(cpus=3, gpus=0).resources(Needs(2, "cuda")) == (3, 0)
+    with pytest.raises(InputError, match=r"launcher.gpus is 2"):
+        Ray(gpus=2).resources(Needs(2, "cpu"))
 
 
 # Child processes on this machine.

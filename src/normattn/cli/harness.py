@@ -24,6 +24,7 @@ from normattn.hf.native import ADAPTER_FILE, take_record
 from normattn.io import expand_path
 from normattn.lab.training.distributed import choose_device
 from normattn.models import load_model
+from normattn.score import ScoreSpec
 from normattn.score.grammar import read
 from normattn.score.spec import UNMODIFIED, is_unmodified
 
@@ -142,7 +143,10 @@ class NormattnLM(HFLM):
             raise InputError(f"dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
         if dtype != "auto":
             model = model.to(getattr(torch, dtype))
-        self._extension = model.using(spec.resolve(self._trained, factor))
+        resolved = spec.resolve(self._trained, factor)
+        if factor is not None and resolved == ScoreSpec(spec.parts, self._trained):
+            raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
+        self._extension = model.using(resolved)
         tokeniser = as_transformers(run / "tokeniser.json")
         super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
 

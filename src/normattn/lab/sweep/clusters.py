@@ -112,6 +112,8 @@ class Remote(Launcher):
     def resources(self, needs: Needs) -> tuple[int, int]:
         """The CPU cores and the GPUs of a job."""
         cpus = needs.cores if self.cpus is None else self.cpus
+        if self.gpus and needs.device == "cpu":
+            raise InputError(f"launcher.gpus is {self.gpus}, and the jobs run on a CPU")
         if self.gpus is not None:
             return cpus, self.gpus
         auto_gpu = needs.device == "auto" and bool(visible_gpus())
