@@ -124,7 +124,7 @@ def _retrofit(sweep: Sweep, found: Tables, text: str) -> None:
         assert bool(weights.keys() - base.state_dict().keys()) == (name == "as QKRMSNorm")
         last = load_model(place / "kept" / "step-00000004")
         read: Any = evaluation_sets(prepare_tokens(config.data), 8, settings.evaluation)[-1]
-        correct = last.token_scores(torch.from_numpy(read.windows)).correct[:, read.scored]
+        correct = last.token_scores(torch.from_numpy(read.windows)).correct[:, read.start :]
         far = facts[name, "4"]["far"]["value"]
         assert far == pytest.approx(100 * float(correct.double().mean()))
 
