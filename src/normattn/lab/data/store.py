@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Int64
@@ -121,7 +121,7 @@ class Ragged(Sequence[Any]):
         return np.diff(self.offsets)
 
     @classmethod
-    def load(cls, folder: Path, name: str, dtype: str) -> Self:
+    def load(cls, folder: Path, name: str, dtype: str) -> Ragged:
         """Map the column `name` that `write_splits` wrote into memory, read-only."""
         arrays = []
         for path, kind in ((folder / name, dtype), (folder / f"{name}.ends", "<i8")):
