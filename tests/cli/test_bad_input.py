@@ -89,6 +89,7 @@ OPTIONS: dict[str, list[tuple[list[str], list[str]]]] = {
         (["--methods", "NTK-ReRoPE"], ["cannot be combined"]),
         (["--methods", "al"], ["unknown", "al"]),
         (["--protocols", "retreival"], ["retreival", "did you mean retrieval"]),
+        (["--protocols", "last_segmet"], ["last_segmet", "did you mean last-segment"]),
         (["--protocols", "retrieval", "--multiples", "1,8"], ["8 tokens is too short for passkey"]),
         (["--protocols", "by-position", "--multiples", "9000"], ["long enough", "longest"]),
         (["--protocols", "train-length,repeated", "--multiples", "1"], ["--multiples above 1"]),

@@ -82,12 +82,7 @@ def test_commands_are_understood(
             (tmp_path / name).write_text(code)
 
     def work(name: str) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> int | None:
-            done.append(name)
-            # Those whose exit status says what was found.
-            return 0 if name.startswith("cli.score.") else None
-
-        return noted
+        return lambda *args, **kwargs: done.append(name)
 
     commands = (f"cli.{target.replace(':', '.')}" for _, target in COMMANDS.values())
     for place in (*commands, "lab.sweep.runner.reproduce"):

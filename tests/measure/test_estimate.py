@@ -23,6 +23,7 @@ from normattn.lab.stats import (
     contrast,
     estimate,
     estimate_over_seeds,
+    estimates,
     holm,
     measurements,
     select_sums,
@@ -31,7 +32,6 @@ from normattn.lab.stats import (
     with_identity,
 )
 from normattn.lab.stats.arrays import describe_left_out, keep_common_data
-from normattn.lab.stats.estimate import resampled_sums
 from normattn.lab.stats.metrics import Metric, crossing, median
 
 ACCURACY = Metric("accuracy")
@@ -130,12 +130,12 @@ def test_no_row_vanishes_without_a_word(methods: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("units", "bins"), [(20_000, 1), (5_000, 7)])
 def test_the_bootstrap_is_bounded(units: int, bins: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(resampled_sums.__globals__, "DRAWN_AT_ONCE", 1 << 20)
-    monkeypatch.setitem(resampled_sums.__globals__, "RESAMPLES", 400)
+    monkeypatch.setattr(estimates, "DRAWN_AT_ONCE", 1 << 20)
+    monkeypatch.setattr(estimates, "RESAMPLES", 400)
     generator = np.random.default_rng([0, 1, units])
     values = np.random.default_rng(0).normal(size=(2, units, bins))
     tracemalloc.start()
-    found = resampled_sums(values)
+    found = estimates.resampled_sums(values)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     held = values.nbytes * 2 + found.nbytes
@@ -198,7 +198,7 @@ def coverage(seeds: int, of_seeds: float, of_units: float, of_both: float) -> fl
 def test_intervals_hold_the_truth(
     seeds: int, spread: tuple[float, ...], least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(resampled_sums.__globals__, "RESAMPLES", 200)
+    monkeypatch.setattr(estimates, "RESAMPLES", 200)
     assert least <= coverage(seeds, *spread) <= 0.97
 
 

@@ -150,6 +150,10 @@ def test_a_run_runs_no_file(folder: Path, tmp_path: Path, command: Command) -> N
     ):
         assert command(*words).code == 2, words
         assert not (folder / "it-ran").exists(), words
+    (job / "cell.json").write_text("{}")
+    assert command("_cell", "--study", "keynorm", job).last.endswith("names no study")
+    for other in (folder / "jobs", Path("/jobs/seed0")):
+        assert "is no directory of a run" in command("_cell", "--study", "keynorm", other).last
 
 
 def test_a_file_that_is_typed_is_run(folder: Path, command: Command) -> None:

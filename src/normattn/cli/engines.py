@@ -96,8 +96,8 @@ def _plan_deployment(args: model_options.Extend, source: Path, method: str) -> D
     config = read_configuration(source if args.gguf else args.model)
     refuse_applied(config)
     model = small_model(config)
-    length, (*_, max_length), factor, window = choose_values(args, model)
-    values = {"factor": factor, "window": window}
+    length, lengths, factor, window = choose_values(args, model)
+    max_length, values = lengths[-1], {"factor": factor, "window": window}
     parameters = {name: values[name] for name in open_parameters(method)}
     planned = plan(model, method, length, **parameters)
     reach = round(length * getattr(planned.spec.rope_scaling, "stretch", max_length / length))

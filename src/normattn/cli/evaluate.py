@@ -84,12 +84,11 @@ def evaluate_run(args: options.Evaluate) -> None:
 
 def _read_settings(args: options.Evaluate) -> EvaluationSettings:
     known = [protocol.replace("_", "-") for protocol in get_args(Protocol)]
-    asked = [name.replace("_", "-") for name in args.protocols or PROTOCOLS]
-    for name in asked:
-        if name not in known:
+    for name in args.protocols or ():
+        if name.replace("_", "-") not in known:
             raise unknown_name("protocol", name, known)
     fields = {
-        "protocols": [name.replace("-", "_") for name in asked],
+        "protocols": [name.replace("-", "_") for name in args.protocols or PROTOCOLS],
         "multiples": args.multiples or EvaluationSettings().multiples,
         "max_windows": args.max_windows,
         "max_tokens": args.max_tokens,

@@ -21,7 +21,7 @@ from normattn.errors import InputError
 from normattn.lab.report.tables import FEW_SEEDS, format_estimate
 from normattn.lab.report.view import View
 from normattn.lab.stats import Estimate, Metric, holm
-from normattn.lab.stats.estimate import LEVEL
+from normattn.lab.stats.estimates import LEVEL
 
 SEEDS = FEW_SEEDS
 """The fewest trainings on each side for a verdict on a score."""

@@ -18,7 +18,7 @@ from normattn.lab.report.tables import (
     format_range,
 )
 from normattn.lab.report.view import View
-from normattn.lab.stats.estimate import LEVEL, RESAMPLES
+from normattn.lab.stats.estimates import LEVEL, RESAMPLES
 from normattn.lab.stats.measurements import FACTOR
 
 FEW_UNITS = 20

@@ -1,7 +1,7 @@
 """Statistics: the measurements table and its store, metrics, estimates and contrasts."""
 
 from normattn.lab.stats.arrays import Sums, select, select_sums
-from normattn.lab.stats.estimate import (
+from normattn.lab.stats.estimates import (
     Estimate,
     contrast,
     estimate,

@@ -131,7 +131,7 @@ def sums(
     count, values = numerator.shape[1], [float(edge) for edge in (() if edges is None else edges)]
     if not axis and (edges is not None or count != 1):
         raise InputError(f"{count} bins without an axis")
-    if axis and len(values) not in (count, count + 1):
+    if axis and (edges is None or len(values) not in (count, count + 1)):
         raise InputError(f"the axis {axis} has {count} bins; their edges do not match")
     ends = values[1:] if len(values) > count else [value + 1.0 for value in values]
     raw = pl.DataFrame(

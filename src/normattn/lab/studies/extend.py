@@ -35,7 +35,7 @@ from normattn.lab.report.view import View
 from normattn.lab.runs import RunDirectory
 from normattn.lab.stats import Estimate, MeasurementStore, Metric, measurements, select
 from normattn.lab.stats.arrays import Where
-from normattn.lab.stats.estimate import LEAST_UNITS
+from normattn.lab.stats.estimates import LEAST_UNITS
 from normattn.lab.stats.metrics import ratio
 from normattn.lab.studies.base import Study
 from normattn.lab.studies.lm_report import interval_figure, methods_by_position, ranked

@@ -42,9 +42,12 @@ class RunPaths:
 
     @classmethod
     def of_job(cls, job: Path) -> RunPaths:
-        """The paths of the run with this `job` directory."""
+        """The paths of the run with this `job` directory; `InputError` for another directory."""
         job = job.resolve()
-        return cls.of(job.parents[2], job.parent.name, int(job.name.removeprefix("seed")))
+        seed = job.name.removeprefix("seed")
+        if not seed.isdecimal() or len(job.parents) < 3:
+            raise InputError(f"{job} is no directory of a run: expected jobs/VARIANT/seedN")
+        return cls.of(job.parents[2], job.parent.name, int(seed))
 
     @classmethod
     def below(cls, out: Path) -> list[RunPaths]:

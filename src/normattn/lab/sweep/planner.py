@@ -52,12 +52,12 @@ def make_plan(sweep: Sweep) -> Plan:
     flops = sum(cost.flops for cost, _, done in stages if not done)
     # Numbers saved for each parameter: models, checkpoints with the optimiser's moments.
     numbers = sum(
-        cost.parameters * int(1 + len(c.keep) + CHECKPOINTS * (1 + c.optimiser.moments))
-        for cost, c, _ in trainings
+        cost.parameters * int(1 + len(config.keep) + CHECKPOINTS * (1 + config.optimiser.moments))
+        for cost, config, _ in trainings
     )
-    done = f", {finished} of them trained already" if finished else ""
+    already = f", {finished} of them trained already" if finished else ""
     facts = {
-        "training runs": f"{len(trainings)}{done}",
+        "training runs": f"{len(trainings)}{already}",
         "parameters of a model": format_range(sorted({cost.parameters for cost, *_ in trainings})),
         "training tokens": f"{sum(cost.trained for cost, *_ in stages):,} in all",
         "scored tokens": f"up to {sum(cost.scored for cost, *_ in stages):,} in all",

@@ -209,6 +209,8 @@ def read_run(settings: Path, study: Experiment) -> Run:
     """The run of a cell.json; raises `InputError` where it names another study."""
     fields = read_object(settings)
     name = fields.pop("study", None)
+    if not isinstance(name, str):
+        raise InputError(f"{settings} names no study")
     if name != study.name:
         raise InputError(f"{settings} belongs to the study {name!r:.100}, not to {study.name}")
     return study.run(fields, str(settings))
