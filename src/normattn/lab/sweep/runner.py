@@ -37,8 +37,9 @@ LOCK_SECONDS = 120.0
 def reproduce(study: Experiment, request: Request, only_plan: bool = False) -> list[str]:
     """Run a study as requested, or only print its plan; return a sentence for each failed run.
 
-    Raises `InputError` before anything is written where the request is impossible. A run that
-    diverged is a result. One that fails otherwise does not stop the others.
+    Raises `InputError` before anything is written where the request is impossible, `Interrupted`
+    when stopped; the same command resumes. A run that diverged is a result. One that fails
+    otherwise does not stop the others.
     """
     sweep = study.resolve(request)
     options = {"changed": dict(request.changes), "asked": (request.choices,)}
