@@ -353,3 +353,18 @@ def test_other_scores_are_tested_for_what_longer_contexts_do_and_controls_are_no
     claims = find("keynorm").page.claims(View(concat(parts)))
     asked = [claim.sentence.split()[0] for claim in claims if claim.source == "asked here"]
     assert asked == ["Baseline-HoPE", "Baseline-HoPE", "NGPT", "NGPT"]
+
+
+def test_longer_contexts_raise_the_loss_of_unmodified_models() -> None:
+    """At the longest context KNA's loss is 0.1 higher than at L and Baseline's 0.4; with YaRN 0."""
+    parts = []
+    for row, method, length in product(("Baseline", "KNA"), ("", "YaRN"), (L, LONGEST)):
+        who = Identity("keynorm", row, row, 0, "last_segment", length, L, method, data="d")
+        rise = {"KNA": 10, "Baseline": 40}[row] if length > L and not method else 0
+        parts.append(part(who, "loss", 100 + rise + NOISE, [0, length]))
+    view = View(concat(parts))
+    claims = find("keynorm").page.claims(view)
+    (claim,) = (c for c in claims if c.sentence.startswith("the loss of KNA"))
+    estimate = claim.metric and view.estimate(claim.metric)
+    assert estimate
+    assert estimate.value == pytest.approx(-0.3)

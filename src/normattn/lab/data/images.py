@@ -107,7 +107,8 @@ def prepare_images(config: ImageDataConfig) -> ImageData:
     for name in SPLITS:
         chosen = np.flatnonzero(split_names == name)[: config.max_images]
         if not len(chosen):
-            raise InputError(f"the {name} split of {config.source} has no image; raise its share")
+            split_name = f"the {name} split of {config.source}"
+            raise InputError(f"{split_name} has no image; raise its fraction")
         names = tuple(map(str, chosen.tolist()))
         split = ImageSplit(name, pixels[chosen], labels[chosen], names)
         digest.update(f"{name}|{split.pixels.shape}|{'|'.join(names)}|".encode())

@@ -232,7 +232,8 @@ class PairBatches:
     def batch(self, step: int, shard: int = 0, shards: int = 1) -> PairBatch:
         """Return shard `shard` of `shards` of the batch of `step` (from 1), of equal row counts."""
         if MULTIPLE % shards:
-            raise InputError(f"a batch of pairs is shared by 1, 2, 4 or 8 parts, not by {shards}")
+            several = "1, 2, 4 or 8 processes and micro-batches"
+            raise InputError(f"a batch of pairs is shared by {several}, not by {shards}")
         epoch, position = divmod(step - 1, len(self))
         order, batch_order = self._order(epoch)
         cut = int(batch_order[position])

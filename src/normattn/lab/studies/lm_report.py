@@ -54,9 +54,9 @@ LAST = ACCURACY.at(protocol="last_segment")
 CHANGE = LAST.at(LONGEST) - LAST.at(SHORTEST)
 """Accuracy on the same final tokens after the longest context minus after the shortest."""
 UNMODIFIED_CHANGE = CHANGE.at(method="")
-LAST_LOSS = LOSS.at(protocol="last_segment")
-LOSS_CHANGE = LAST_LOSS.at(LONGEST) - LAST_LOSS.at(SHORTEST)
-"""The same for the loss."""
+_LAST_LOSS = LOSS.at(protocol="last_segment", method="")
+LOSS_CHANGE = _LAST_LOSS.at(LONGEST) - _LAST_LOSS.at(SHORTEST)
+"""The same for the loss, of unmodified models."""
 
 LEGEND = (
     "At the training length: always without a method. Repeated text: a segment, repeated to fill "
