@@ -63,7 +63,10 @@ def measure_depth(
 
 
 def layer_gradients(model: MaskedLM, texts: MaskedSet, rows: int) -> list[list[float]]:
-    """Return ‖∂ loss / ∂ θ_l‖ of each layer for each `rows` texts; [] if layers share weights."""
+    """Return ‖∂ loss / ∂ θ_l‖ of each layer for each `rows` texts; [] if layers share weights.
+
+    Deletes the model's gradients.
+    """
     if model.config.shared_layers:
         return []
     device = next(model.parameters()).device

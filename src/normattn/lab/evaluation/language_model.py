@@ -225,7 +225,8 @@ def evaluate_run(
     `methods` are "" (unmodified), "YaRN", "ReRoPE-logn+" and so on. `factor` is the extension
     factor of methods, the same for a whole table (default: the longest set over the training
     length). `split`, `factors` and `row` (default: the score's name) go into the measurements.
-    Measurements in `store` are not repeated. `on_measured` and `on_method` are called after each.
+    Measurements in `store` are not repeated. `on_measured` is called after each set, `on_method`
+    after each method.
     """
     train_length = model.config.train_length
     if factor is None:

@@ -142,9 +142,9 @@ class Study:
         self.name, self.help, self.made_by = name, help or question, made_by
         self.collect, self.runs = collect, tuple(runs)
         self.examples = () if made_by else (*EXAMPLES, *examples)
-        own = bool(variants)
-        self.variants = variants_help or "Scores, separated by commas." * own
-        self.methods = methods_help or "Inference-time methods, separated by commas." * own
+        listed = "{}, separated by commas." if variants else ""
+        self.variants = variants_help or listed.format("Scores")
+        self.methods = methods_help or listed.format("Inference-time methods")
         trained = [v if isinstance(v, Variant) else Variant(v) for v in variants]
         names = [variant.name for variant in trained]
         evaluation = evals[0] if evals else None
