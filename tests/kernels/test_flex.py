@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
+import normattn.kernels.flex as flex_file
 from normattn import InputError, explain
 from normattn.kernels import AttentionInputs, AttentionMask, attend
 from normattn.kernels.flex import mask_function, score_function
@@ -52,6 +54,25 @@ def test_positions_of_each_text() -> None:
     mask = AttentionMask(True, at[:, S - T :], at, aligned=False, window=9)
     inputs = replace(inputs, mask=mask)
     torch.testing.assert_close(attend(inputs, "flex"), reference(inputs))
+
+
+def test_another_mask_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend_plainly(q: Tensor, *_: Tensor, **__: object) -> tuple[Tensor, Tensor]:
+        return 2 * q, q.sum(-1)
+
+    functions = attend_plainly, lambda *_, **__: None
+    monkeypatch.setattr(flex_file, "_functions", lambda compiled: functions)
+    at, q, count = torch.arange(8), torch.ones(1, 1, 8, 4), CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=count)
+    def run(padding: Tensor) -> Tensor:
+        return flex_file.flex(AttentionInputs(q, q, q, AttentionMask(True, at, at, True, padding)))[
+            0
+        ]
+
+    paddings = [at[None] < first for first in range(3)]
+    assert all(torch.equal(run(padding), 2 * q) for padding in paddings)
+    assert count.frame_count == 1
 
 
 def _by_functions(inputs: AttentionInputs) -> Tensor:

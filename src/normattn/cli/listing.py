@@ -157,7 +157,7 @@ def _lines(entry: dict[str, Any]) -> list[str]:
 def excluded(excludes: Sequence[Mapping[str, str]]) -> list[tuple[list[str], str]]:
     """Group the components that another excludes by reason; return them with the reasons.
 
-    A reason loses its prefix "A and B cannot be combined: "; the component's name does not count.
+    A reason loses its prefix "A cannot be combined with B: "; the component's name does not count.
     """
     groups: dict[str, list[tuple[str, str]]] = {}
     for exclusion in excludes:

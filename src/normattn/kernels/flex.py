@@ -155,19 +155,28 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     All layers of a model share their mask's tensors, so a forward and its backward need one block
     mask. A tensor that was written to gets a new one.
     """
-    mask, q, keys = inputs.mask, inputs.q, inputs.v.shape[2]
+    mask, q = inputs.mask, inputs.q
     fields = [mask.padding, mask.attn_mask, mask.query_documents, mask.key_documents]
     fields += [] if mask.aligned else [mask.query, mask.key]
     tensors = [x for x in fields if x is not None]
-    cached = not (torch.compiler.is_compiling() or any(x.is_inference() for x in tensors))
+    # A compiler would compile anew for each id.
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+        return _make_block_mask(inputs, start, far)
     cache_key = (
-        *(q.device, q.shape[:3], keys, start, far, inputs.far_from),
+        *(q.device, q.shape[:3], inputs.v.shape[2], start, far, inputs.far_from),
         *(mask.causal, mask.window, mask.sink_tokens, mask.aligned),
-        *((None if x is None else (id(x), x._version if cached else 0)) for x in fields),
+        *((None if x is None else (id(x), x._version)) for x in fields),
     )
-    if cached and cache_key in _BLOCK_MASKS:
-        _BLOCK_MASKS.move_to_end(cache_key)
-        return _BLOCK_MASKS[cache_key][0]
+    if cache_key not in _BLOCK_MASKS:
+        _BLOCK_MASKS[cache_key] = _make_block_mask(inputs, start, far), tensors
+        if len(_BLOCK_MASKS) > _MAX_BLOCK_MASKS:
+            _BLOCK_MASKS.popitem(last=False)
+    _BLOCK_MASKS.move_to_end(cache_key)
+    return _BLOCK_MASKS[cache_key][0]
+
+
+def _make_block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
+    mask, q = inputs.mask, inputs.q
     # A cached mask must not keep queries, keys and values alive.
     shape_q, k, v = (x.detach().new_empty(()).expand(x.shape) for x in (q, inputs.k, inputs.v))
     shapes = AttentionInputs(shape_q, k, v, mask, far_from=inputs.far_from)
@@ -177,17 +186,12 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     per_row = per_row or mask.query.dim() == 2 or mask.key.dim() == 2
     per_row = per_row or (attn_mask is not None and attn_mask.dim() == 4 and len(attn_mask) > 1)
     per_head = attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1
-    block_mask = _functions(q.device.type == "cuda")[1](
+    return _functions(q.device.type == "cuda")[1](
         lambda batch, head, query, key: is_visible(batch, head, query, key),
         *(q.shape[0] if per_row else None, q.shape[1] if per_head else None),
-        *(q.shape[2], keys - start),
+        *(q.shape[2], inputs.v.shape[2] - start),
         device=q.device,
     )
-    if cached:
-        _BLOCK_MASKS[cache_key] = block_mask, tensors
-        if len(_BLOCK_MASKS) > _MAX_BLOCK_MASKS:
-            _BLOCK_MASKS.popitem(last=False)
-    return block_mask
 
 
 @cache

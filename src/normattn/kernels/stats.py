@@ -107,9 +107,11 @@ def _set_observers(observers: tuple[Observer, ...]) -> Iterator[None]:
         _OBSERVERS.reset(token)
 
 
-def observing(observer: Observer) -> AbstractContextManager[None]:
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
     """Also give `observer` the statistics of all calls inside, in this thread."""
-    return _set_observers((*_OBSERVERS.get(), observer))
+    with _set_observers((*_OBSERVERS.get(), observer)):
+        yield
 
 
 def unobserved(observed: bool) -> AbstractContextManager[None]:

@@ -121,7 +121,7 @@ def make_tiles(shape: TileShape, reach: int) -> tuple[Tile, ...]:
 
 
 def _aligned_spans(shape: TileShape, rows: slice, reach: int) -> list[Span]:
-    """The columns within `reach` that any of the rows sees, with bounds on i − j; or empty ones."""
+    """Spans of the columns within `reach` that a row sees, with bounds on i − j; may be empty."""
     first, last = shape.positions(rows)
     window, far_from, lowest = shape.window, shape.far_from, 0 if shape.causal else None
     if window is None:

@@ -86,7 +86,7 @@ def backward_tiles(
     # A learned bias's gradient sums antidiagonals, which leave a tile by up to this many columns.
     learned_bias = "bias" in grads and plan.last_row_first
     margin = min(plan.shape.rows, plan.shape.queries) if learned_bias else 0
-    softmax_backward, number = torch._softmax_backward_data, 0
+    number = 0
     for scores in score_groups(inputs, plan, make, margin):
         group_grads = _GroupGradients(grads, scores)
         grad_rows = grad_out[scores.group.batch, scores.group.heads].flatten(0, 1).flatten(1, 2)
@@ -99,7 +99,9 @@ def backward_tiles(
                 grad_score[..., : tile.width] *= keep
             for span, columns in tile.span_columns:
                 group_grads.add_to_keys("v", dropped[..., columns], grad_row, span.start)
-            softmax_backward(grad_score, weight, -1, weight.dtype, grad_input=grad_score)
+            torch._softmax_backward_data(
+                grad_score, weight, -1, weight.dtype, grad_input=grad_score
+            )
             if grad_lse is not None:
                 row_grad = scores.load_grouped_rows(grad_lse, tile)[..., None]
                 scores.split_heads(grad_score).addcmul_(scores.split_heads(weight), row_grad)

@@ -258,7 +258,10 @@ class QKDyT(SidedNorm):
 
 @register
 class QKDerf(SidedNorm):
-    """Derf on queries and keys, scale 1/√d: a bounded function like `QKDyT`."""
+    """Derf on queries and keys, scale 1/√d.
+
+    A bounded function like `QKDyT`.
+    """
 
     equation = "s = ⟨N(q), N(k)⟩ / √d, N(x) = erf(α·x + s)·g + b"
     source = "arXiv 2512.10938"

@@ -31,7 +31,8 @@ class RopeScaling(Part):
 
     def inverse_frequencies(self, head_dim: int, base: float, train_length: int | None) -> Theta:
         """θ'_m in float64, m = 0 … d/2 − 1, in radians per token; blockwise scalings have none."""
-        raise InputError(f"{self.name} has no frequencies for all rows")
+        hint = " for all rows: use for_block(…)" if self.blockwise else ""
+        raise InputError(f"{self.name} has no frequencies{hint}")
 
     def gain(self, train_length: int | None) -> float:
         """The factor of λ."""
