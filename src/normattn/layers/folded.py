@@ -38,8 +38,6 @@ from normattn.score.rotary import (
     scaled,
 )
 
-Cache = KeyValueCache | None
-
 
 def is_foldable(score: Score) -> bool:
     """Whether queries and keys pass only a norm, a rotation and λ, in this order."""
@@ -63,7 +61,13 @@ class FoldedPlan(ABC):
     num_visible: Float[Tensor, "1 c"] | None
 
     def run(
-        self, score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
+        self,
+        score: Score,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b g t d"],
+        v: Float[Tensor, "b g t e"],
+        args: AttentionArguments,
+        cache: KeyValueCache | None,
     ) -> Float[Tensor, "b outputs t out"]:
         """Normalise, apply the learned part of λ, attend and gate; append to the cache, if any."""
         if self.post_processes:

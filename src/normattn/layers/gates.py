@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,7 +68,11 @@ def pair_values(
 
 
 def rotate_values(
-    spec: ScoreSpec, v: Tensor, positions: Tensor, start: int | None, inverse: bool = False
+    spec: ScoreSpec,
+    v: Float[Tensor, "b g s e"],
+    positions: Int[Tensor, "*bp s"],
+    start: int | None,
+    inverse: bool = False,
 ) -> Float[Tensor, "b g s e"]:
     """R_p v for a score with `VORoPE`, or R_pᵀ v (`inverse`); v itself for other scores.
 
@@ -84,11 +88,15 @@ def rotate_values(
 
 
 def finish_output(
-    score: Score, o: Tensor, v: Tensor, positions: Positions | None, gate: Tensor | None
+    score: Score,
+    o: Float[Tensor, "b h t e"],
+    v: Float[Tensor, "b g s e"],
+    positions: Positions | None,
+    gate: Float[Tensor, "b t gates"] | None,
 ) -> Float[Tensor, "b outputs t out"]:
     """Combine pairs of heads, rotate o back (VORoPE), remove each token's own value (XSA), gate.
 
-    o (B, H, T, E) is of the last T tokens of v (B, G, S, E). Only VORoPE needs `positions`.
+    The queries are the last T tokens of v. Only VORoPE needs `positions`.
     """
     spec = score.spec
     if spec.difference is not None and score.difference is not None:

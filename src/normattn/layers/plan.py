@@ -37,14 +37,18 @@ from normattn.plain import FAKE, plain_operations
 from normattn.score import Positions, Score, ScoreSpec
 from normattn.score.positions import number_documents
 
-Cache = KeyValueCache | None
 # The cache is emptied at this size, since text lengths vary without bound.
 _MAX_PLANS = 512
 _PLANS: dict[tuple[object, ...], tuple[ScoreSpec, FoldedPlan | None]] = {}
 
 
 def prepare(
-    score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
+    score: Score,
+    q: Float[Tensor, "b h t d"],
+    k: Float[Tensor, "b g s d"],
+    v: Float[Tensor, "b g s e"],
+    args: AttentionArguments,
+    cache: KeyValueCache | None,
 ) -> FoldedPlan | AttentionPlan:
     """Return the plan of a call: the folded one where it applies, else a general one.
 
@@ -134,7 +138,13 @@ class AttentionPlan:
     cached: bool = False
 
     def run(
-        self, score: Score, q: Tensor, k: Tensor, v: Tensor, args: AttentionArguments, cache: Cache
+        self,
+        score: Score,
+        q: Float[Tensor, "b h t d"],
+        k: Float[Tensor, "b g s d"],
+        v: Float[Tensor, "b g s e"],
+        args: AttentionArguments,
+        cache: KeyValueCache | None,
     ) -> Float[Tensor, "b outputs t out"] | tuple[Tensor, Tensor]:
         """Return softmax(score) · v, and ℓ with `return_lse`; append keys and values to a cache."""
         spec, positions = score.spec, self.positions
@@ -230,8 +240,9 @@ def build_plan(
 ) -> AttentionPlan:
     """Build the positions and the mask of a call whose arguments are checked.
 
-    Only the shape and device of q matter. `cached` keys end with the queries, or with `q_positions`
-    are from another sequence. Raises `InputError` for unsupported positions.
+    Only the shape and device of q matter. `cached` keys come from a cache that ends with the
+    queries, or with `q_positions` from another sequence. Raises `InputError` for unsupported
+    positions.
     """
     batch, _, num_queries, _ = q.shape
     query_positions, key_positions = args.q_positions, args.k_positions

@@ -57,10 +57,10 @@ class ModelCache:
         padded = self._padding.used > 0
         if key_padding is not None:
             check_tensor("key_padding", key_padding, "boolean", tuple(ids.shape))
-            before = torch.ones_like(key_padding[:, :1])  # Padding may go on after padding only.
-            if self.length:
-                held = self._padding
-                before = held.view(self.length)[:, -1:] if padded else torch.zeros_like(before)
+            # Padding follows only padding, or nothing: whether the token before is padding.
+            before = torch.full_like(key_padding[:, :1], self.length == 0)
+            if self.length and padded:
+                before = self._padding.view(self.length)[:, -1:]
             if bool((key_padding & ~torch.cat((before, key_padding[:, :-1]), -1)).any()):
                 raise InputError(
                     "with a cache, padding is allowed only before a row's first token: pad on the "

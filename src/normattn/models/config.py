@@ -357,8 +357,11 @@ class TranslatorConfig(StackConfig):
         packs, future = "packs documents; a row is one sentence here", "which would see the future"
         for wrong, problem in (
             (self.block != "mha", f"block {self.block!r} has no cross attention"),
-            (self.score.documents, f"{self.score.name} {packs}"),
-            (decoder_score.documents, f"decoder_score: {decoder_score.name} {packs}"),
+            (self.score.documents is not None, f"{self.score.name} {packs}"),
+            (
+                decoder_score.documents is not None,
+                f"decoder_score: {decoder_score.name} {packs}",
+            ),
             (
                 self.shared_vocabulary and self.target_vocab != self.source_vocab,
                 f"target_vocab is {self.target_vocab}, but with shared_vocabulary it is that "

@@ -68,13 +68,7 @@ def generate(
     an empty prompt, ids outside the vocabulary and settings out of range.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    if isinstance(stop, str) or not isinstance(stop, Collection):
-        raise InputError(f"stop takes a list of token ids and strings, not {stop!r}")
-    vocabulary = model.head_weight.shape[0]
-    stop_tokens = {_stop_token(x, vocabulary) for x in stop if not isinstance(x, str)}
-    stop_strings = [string for string in stop if isinstance(string, str)]
-    if not all(stop_strings):
-        raise InputError("a stop string is empty; every text contains it")
+    stop_tokens, stop_strings = _checked_stop(stop, model.head_weight.shape[0])
     if stop_strings and decode is None:
         raise InputError("stop strings need decode=…, a function from tokens to text")
     # Tokens that hold any stop string, of a byte or more each; 4 more for a cut first character.
@@ -220,6 +214,19 @@ def left_padded(prompts: Any, device: torch.device) -> tuple[Tensor, Tensor | No
     lengths = torch.tensor([len(row) for row in rows])
     padding = torch.arange(longest) < longest - lengths[:, None]
     return ids.to(device), padding.to(device) if bool(padding.any()) else None
+
+
+def _checked_stop(
+    stop: Collection[SupportsIndex | str], vocabulary: int
+) -> tuple[set[int], list[str]]:
+    """The token ids and the strings at which a row ends."""
+    if isinstance(stop, str) or not isinstance(stop, Collection):
+        raise InputError(f"stop takes a list of token ids and strings, not {stop!r}")
+    tokens = {_stop_token(x, vocabulary) for x in stop if not isinstance(x, str)}
+    strings = [string for string in stop if isinstance(string, str)]
+    if not all(strings):
+        raise InputError("a stop string is empty; every text contains it")
+    return tokens, strings
 
 
 def _stop_token(token: Any, vocabulary: int) -> int:

@@ -195,7 +195,7 @@ class Parallel:
     """
 
     sharded = False
-    """Whether each process holds, and writes, its shards only, of parameters and the optimiser."""
+    """Whether each process holds and writes only its shards of the parameters and moments."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""The training loop: resume, step, record, checkpoint, stop. Generic over tasks."""
+"""The training loop: resume, step, record, checkpoint, stop, find where a step diverged."""
 
 from __future__ import annotations
 
