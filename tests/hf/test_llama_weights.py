@@ -72,6 +72,12 @@ def test_the_weights_are_copies_of_the_same_type() -> None:
     assert not places & own
 
 
+def test_a_head_of_zeros_becomes_one() -> None:
+    theirs = build("Llama")
+    torch.nn.init.zeros_(theirs.lm_head.weight)
+    assert not from_llama(theirs).head_weight.any()
+
+
 def test_what_we_train_becomes_theirs_and_generates_the_same() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2}

@@ -120,13 +120,8 @@ def verify(
             )
         settings = _apply_engine_rules(settings, config, unmodified)
         computed = read_positions(settings.config, lengths)
-        expected, planned = copy.deepcopy(unmodified), intended.plan
-        for layer in () if planned is None else planned.layers:
-            if planned is not None and layer.rotation is not None:
-                theta, amplitude = layer.rotation.spectrum(planned.spec)
-                changed: Any = {"frequencies": theta, "amplitude": amplitude}
-                for layers in expected.values():
-                    layers[layer.index] = replace(layers[layer.index], **changed)
+        planned = intended.plan
+        expected = unmodified if planned is None else _extended(unmodified, planned)
         problems = (
             *differences(expected, computed),
             *settings.ignored,
@@ -171,6 +166,18 @@ def _resolve_intention(config: Any, method: str | None, length: int | None) -> _
     text += "" if trained is None else f", trained on {trained:,} tokens"
     text += "" if longest in (None, trained) else f", up to {longest:,} tokens"
     return _Intention(text, planned, trained, longest)
+
+
+def _extended(unmodified: Positions, planned: Plan) -> Positions:
+    """The positions under a method that changes frequencies."""
+    extended = {length: dict(layers) for length, layers in unmodified.items()}
+    for layer in planned.layers:
+        if layer.rotation is not None:
+            theta, amplitude = layer.rotation.spectrum(planned.spec)
+            for layers in extended.values():
+                values = layers[layer.index]
+                layers[layer.index] = replace(values, frequencies=theta, amplitude=amplitude)
+    return extended
 
 
 def _apply_engine_rules(

@@ -130,7 +130,7 @@ def _config_json(deployment: Deployment, engine: str) -> str:
             )
         if engine == "mlx" and "truncate" in rope:
             raise InputError("mlx-lm has YaRN with ⌊ ⌋ and ⌈ ⌉ only, not truncate=false")
-        outside = ("rope_theta", "partial_rotary_factor") & rope.keys()
+        outside = [name for name in ("rope_theta", "partial_rotary_factor") if name in rope]
         fields = {
             "max_position_embeddings": fields["max_position_embeddings"],
             **{name: rope.pop(name) for name in outside},
