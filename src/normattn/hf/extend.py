@@ -368,18 +368,19 @@ def _config_view(config: Any, name: str, views: dict[int, Any]) -> Any:
                 "extended: remove() the extension first"
             )
 
-    class View(config_class):  # type: ignore[misc, valid-type]
-        _attn_implementation_internal = property(get_attention, set_attention)
+    def get_text_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        text_config = config_class.get_text_config(self, *args, **kwargs)
+        return views.get(id(text_config), text_config)
 
-        def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
-            text_config = super().get_text_config(*args, **kwargs)
-            return views.get(id(text_config), text_config)
-
-        def __reduce_ex__(self, _: Any) -> Any:
-            return copy.copy, (config,)
-
-    View.__name__, View.__qualname__ = config_class.__name__, config_class.__qualname__
-    view = object.__new__(View)
+    # By type(), as run-time checkers would read the hints that a class statement inherits.
+    attributes = {
+        "_attn_implementation_internal": property(get_attention, set_attention),
+        "get_text_config": get_text_config,
+        "__reduce_ex__": lambda self, protocol: (copy.copy, (config,)),
+        "__qualname__": config_class.__qualname__,
+    }
+    View = type(config_class.__name__, (config_class,), attributes)
+    view: Any = object.__new__(View)
     object.__setattr__(view, "__dict__", config.__dict__)
     return view
 
