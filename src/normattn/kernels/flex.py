@@ -159,7 +159,7 @@ def _block_mask(inputs: AttentionInputs, start: int, far: bool | None) -> Any:
     fields = [mask.padding, mask.attn_mask, mask.query_documents, mask.key_documents]
     fields += [] if mask.aligned else [mask.query, mask.key]
     tensors = [x for x in fields if x is not None]
-    # A compiler would compile anew for each id.
+    # A compiler would compile again for each id.
     if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
         return _make_block_mask(inputs, start, far)
     cache_key = (

@@ -160,11 +160,11 @@ def _change_rows(view: View) -> list[Row]:
     ]
 
 
-LOST = {score: lm.UNMODIFIED_CHANGE.at({"factor.row": score}) for score in SCORES}
+CHANGE_OF = {score: lm.UNMODIFIED_CHANGE.at({"factor.row": score}) for score in SCORES}
 """The change of each score's accuracy from L to 8 L."""
-LOST_COLUMNS = (
-    *(Column(f"{score}_change", f"change of {score}", lost) for score, lost in LOST.items()),
-    Column("gap", "change of KNA − of Baseline", LOST["KNA"] - LOST["Baseline"]),
+CHANGE_COLUMNS = (
+    *(Column(f"{score}_change", f"change of {score}", change) for score, change in CHANGE_OF.items()),
+    Column("gap", "change of KNA − of Baseline", CHANGE_OF["KNA"] - CHANGE_OF["Baseline"]),
 )
 
 
@@ -185,7 +185,7 @@ def _change_columns(view: View) -> list[Column]:
         copies = seen.between(within_training_length)
         columns.append(Column(f"{score}_at_l", f"{score} at the training length", at_l))
         columns.append(Column(f"{score}_copies", f"{score}, repeated text, seen", copies))
-    return [*columns, *LOST_COLUMNS, Column("effect", "effect on KNA's change", plain=effect)]
+    return [*columns, *CHANGE_COLUMNS, Column("effect", "effect on KNA's change", plain=effect)]
 
 
 def _effect(view: View, row: Row) -> Metric | None:
@@ -194,12 +194,12 @@ def _effect(view: View, row: Row) -> Metric | None:
     None for the latter, and where it was not evaluated on the same documents.
     """
     changed, unchanged = (
-        {*view.values("unit", {CHANGED: name, "protocol": "last_segment"})}
+        set(view.values("unit", {CHANGED: name, "protocol": "last_segment"}))
         for name in (row.where[CHANGED], AS_PRESET)
     )
     if row.where[CHANGED] == AS_PRESET or not changed & unchanged:
         return None
-    return LOST["KNA"].at(row.where) - LOST["KNA"].at({CHANGED: AS_PRESET})
+    return CHANGE_OF["KNA"].at(row.where) - CHANGE_OF["KNA"].at({CHANGED: AS_PRESET})
 
 
 def _change_claims(view: View) -> Iterator[Claim]:
@@ -218,7 +218,7 @@ def _change_claims(view: View) -> Iterator[Claim]:
 
 def _change_figures(view: View) -> list[Figure]:
     title = "Accuracy on the same final tokens: longest context − training length, in points"
-    return [lm.interval_figure(view, "factors", title, _change_rows(view), LOST_COLUMNS)]
+    return [lm.interval_figure(view, "factors", title, _change_rows(view), CHANGE_COLUMNS)]
 
 
 FACTORS = Study(
@@ -331,7 +331,7 @@ def resolve_questions(request: Request) -> Sweep:
 
 
 def _pair_rows(view: View) -> list[Row]:
-    evaluated = {*view.values("row", lm.TRAINED)}
+    evaluated = set(view.values("row", lm.TRAINED))
     return [
         Row(f"{row} − {other}", {"row": row, "other": other, "question": question.words})
         for question in QUESTIONS.values()

@@ -167,7 +167,7 @@ def _as_contexts_grow(view: View) -> Iterator[Claim]:
         return
     change, ends = lm.UNMODIFIED_CHANGE, f"after {lengths[-1]:,} − after {lengths[0]:,}"
     rows = lm.ranked(view.values("row", {"protocol": "last_segment", "method": ""}), ())
-    others = [r for r in rows if r not in VARIANTS and not CONTROLS & {*re.split(r"[-(]", r)}]
+    others = [r for r in rows if r not in VARIANTS and not CONTROLS & set(re.split(r"[-(]", r))]
     for row in ("KNA", "CosA", *others):
         claim = partial(post_claim, source="asked here") if row in others else post_claim
         yield claim(

@@ -111,7 +111,7 @@ def protocol_rows(view: View) -> list[Row]:
     standard = view.evaluated.filter(pl.col("protocol").is_in(PROTOCOLS))
     if view.evaluated.height and not standard.height:
         return []
-    unevaluated = {*view.values("row")} - {*standard["row"]}
+    unevaluated = set(view.values("row")) - set(standard["row"])
     methods = standard["method"].unique().to_list() or [""]
     return rows_of(standard, more=product(unevaluated, methods))
 
