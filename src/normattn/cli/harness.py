@@ -21,10 +21,10 @@ from normattn.hf.llama_cpp import refuse_scaled
 from normattn.hf.load import is_adapter, read_adapter_record, source_of
 from normattn.hf.model_parts import explained, known_length, model_parts
 from normattn.hf.native import ADAPTER_FILE, take_record
+from normattn.hf.plan import resolve_with_factor
 from normattn.io import expand_path
 from normattn.lab.training.distributed import choose_device
 from normattn.models import load_model
-from normattn.score import ScoreSpec
 from normattn.score.grammar import read
 from normattn.score.spec import UNMODIFIED, is_unmodified
 
@@ -143,10 +143,7 @@ class NormattnLM(HFLM):
             raise InputError(f"dtype is {dtype!r}; expected float32, float64, float16 or bfloat16")
         if dtype != "auto":
             model = model.to(getattr(torch, dtype))
-        resolved = spec.resolve(self._trained, factor)
-        if factor is not None and resolved == ScoreSpec(spec.parts, self._trained):
-            raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
-        self._extension = model.using(resolved)
+        self._extension = model.using(resolve_with_factor(spec, self._trained, factor))
         tokeniser = as_transformers(run / "tokeniser.json")
         super().__init__(wrap(model.eval()), "causal", tokenizer=tokeniser, **options)
 

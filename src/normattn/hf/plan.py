@@ -184,9 +184,7 @@ def _resolve_method(
     unresolved = ScoreSpec.parse("Baseline").with_method(method, **parameters)
     length = unresolved.train_length if train_length is None else train_length
     length, source = (length, "given") if length is not None else known_length(parts)
-    spec = unresolved.resolve(length, factor)
-    if factor is not None and ScoreSpec(unresolved.parts, length) == spec:
-        raise InputError(f"{spec.method} takes no factor, or its parameter is given already")
+    spec = resolve_with_factor(unresolved, length, factor)
     if spec.window[0] is not None:
         raise InputError(
             f"{spec.method} hides keys, and a cache of transformers keeps them all: use a cache "
@@ -199,6 +197,16 @@ def _resolve_method(
             "positions beyond it were never trained"
         )
     return spec, source
+
+
+def resolve_with_factor(
+    spec: ScoreSpec, train_length: int | None, factor: float | None
+) -> ScoreSpec:
+    """`spec.resolve`; `InputError` if a factor is given that changes nothing."""
+    resolved = spec.resolve(train_length, factor)
+    if factor is not None and ScoreSpec(spec.parts, train_length) == resolved:
+        raise InputError(f"{resolved.method} takes no factor, or its parameter is given already")
+    return resolved
 
 
 def _refuse_unsupported(planned: Plan) -> None:

@@ -163,7 +163,10 @@ def _change_rows(view: View) -> list[Row]:
 CHANGE_OF = {score: lm.UNMODIFIED_CHANGE.at({"factor.row": score}) for score in SCORES}
 """The change of each score's accuracy from L to 8 L."""
 CHANGE_COLUMNS = (
-    *(Column(f"{score}_change", f"change of {score}", change) for score, change in CHANGE_OF.items()),
+    *(
+        Column(f"{score}_change", f"change of {score}", change)
+        for score, change in CHANGE_OF.items()
+    ),
     Column("gap", "change of KNA − of Baseline", CHANGE_OF["KNA"] - CHANGE_OF["Baseline"]),
 )
 
